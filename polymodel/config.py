@@ -1,0 +1,151 @@
+"""What a model is (ModelConfig), how an engine runs (EngineConfig), and what decides the bits (POLICY)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from polymodel.errors import InvalidRequest
+
+PAGE_TOKENS = 64  # slots in a KV page, and the keys of one attention tile
+
+Arch = Literal["llama", "qwen2", "qwen3", "gemma3"]
+Activation = Literal["silu", "gelu_tanh"]
+Weights = Literal["file", "f32", "bf16", "q8", "q4", "w8a8"]
+WEIGHTS: tuple[Weights, ...] = ("file", "f32", "bf16", "q8", "q4", "w8a8")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """One rotary embedding: angle of pair j at distance d is d * inv_freq[j] (see csrc_triton.fused.rope_table)."""
+
+    theta: float
+    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
+    factor: float = 1.0
+    original_context: int = 0  # llama3 and yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn; multiplies q and k once each
+    truncate: bool = True  # yarn: correction range rounded to whole pairs
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Every scalar that enters a forward. Norm weights multiply as stored (gemma's +1 is already in them)."""
+
+    arch: Arch
+    vocab_size: int  # rows of the embedding, padding rows included
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int  # tokens
+    norm_eps: float
+    rope: RopeConfig  # layers that see everything
+    rope_local: RopeConfig | None = None  # layers with a window, where it differs
+    window: int | None = None  # keys a windowed layer's query sees, itself included
+    windowed_layers: tuple[bool, ...] = ()  # one flag a layer; empty: none has a window
+    attn_scale: float = 0.0  # multiplies q.k; 0 means head_dim ** -0.5
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False  # gemma3: norms after attention and after the MLP, before the residual
+    embed_scale: float = 1.0  # gemma3: sqrt(hidden_size), rounded to the checkpoint's dtype by HF
+    activation: Activation = "silu"
+    tied_head: bool = True
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        return self.attn_scale or self.head_dim**-0.5
+
+    def layer_window(self, layer: int) -> int | None:
+        return self.window if self.windowed_layers and self.windowed_layers[layer] else None
+
+    def layer_rope(self, layer: int) -> RopeConfig:
+        if self.rope_local is not None and self.layer_window(layer) is not None:
+            return self.rope_local
+        return self.rope
+
+    @property
+    def num_params(self) -> int:
+        """Weights of all matrices and norms; a tied head counts once."""
+        return sum(rows * cols for rows, cols in tensor_shapes(self).values())
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Canonical tensor name -> (rows, cols) of everything the forward reads; vectors are (1, n)."""
+    hidden, inter = config.hidden_size, config.intermediate_size
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes = {"embed": (config.vocab_size, hidden), "norm": (1, hidden)}
+    if not config.tied_head:
+        shapes["head"] = (config.vocab_size, hidden)
+    for i in range(config.num_layers):
+        at = f"layers.{i}."
+        shapes |= {
+            at + "attn_norm": (1, hidden),
+            at + "q": (q_rows, hidden),
+            at + "k": (kv_rows, hidden),
+            at + "v": (kv_rows, hidden),
+            at + "o": (hidden, q_rows),
+            at + "mlp_norm": (1, hidden),
+            at + "gate": (inter, hidden),
+            at + "up": (inter, hidden),
+            at + "down": (hidden, inter),
+        }
+        if config.qkv_bias:
+            shapes |= {at + "q_bias": (1, q_rows), at + "k_bias": (1, kv_rows), at + "v_bias": (1, kv_rows)}
+        if config.qk_norm:
+            shapes |= {at + "q_norm": (1, config.head_dim), at + "k_norm": (1, config.head_dim)}
+        if config.post_norms:
+            shapes |= {at + "post_attn_norm": (1, hidden), at + "post_mlp_norm": (1, hidden)}
+    return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How an engine runs. Bytes are plain integers here; Engine also takes strings such as "2GiB"."""
+
+    budget: int = 2 << 30  # bytes of weights
+    kv_budget: int = 256 << 20  # bytes of KV pages
+    threads: int | None = None  # CPU threads; None leaves torch's own setting
+    quantum: int = 8  # decode steps of one model before the lane looks at the others
+    prefill_chunk: int = 512  # prompt tokens in one forward
+    max_batch: int = 64  # sequences of one model in a decode step
+    max_queue: int = 1024  # waiting requests
+    draft_tokens: int = 4  # tokens a drafter proposes per round
+    multi_model: bool = True  # drafting and sharing between models
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "kv_budget", "quantum", "prefill_chunk", "max_batch", "max_queue"):
+            if getattr(self, name) <= 0:
+                raise InvalidRequest(f"EngineConfig.{name} must be positive, got {getattr(self, name)}")
+        if not 1 <= self.draft_tokens <= 63:
+            raise InvalidRequest(f"EngineConfig.draft_tokens must be in 1..63, got {self.draft_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The choices that decide bits (design: numeric contract). Changing any of them changes the digest."""
+
+    page_tokens: int = PAGE_TOKENS
+    chunk_pages: int = 8
+    k_block: int = 128
+    segment_target: int = 264
+    row_tile: int = 16
+    key_rotation: str = "slot"
+    sampling: str = "argmax, ties to the lowest id"
+
+    def digest(self, **facts: str) -> str:
+        """blake2b of the policy with what else decides bits: backend, scheme, threads, versions."""
+        body = json.dumps({**asdict(self), **facts}, sort_keys=True).encode()
+        return hashlib.blake2b(body, digest_size=16).hexdigest()
+
+
+POLICY = Policy()
