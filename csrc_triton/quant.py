@@ -81,7 +81,7 @@ class QTensor:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.numel() * part.element_size() for part in self.parts.values())
+        return sum(part.nbytes for part in self.parts.values())
 
     @property
     def device(self) -> torch.device:

@@ -66,6 +66,10 @@ class InvalidRequest(PolymodelError, ValueError):
 class NonFiniteLogits(PolymodelError):
     """A forward gave NaN, so no token can be chosen."""
 
+    @classmethod
+    def of(cls, model: str) -> NonFiniteLogits:
+        return cls(f"{model}: a logit is NaN; the weights or the KV pages hold no finite numbers")
+
 
 class EngineClosed(PolymodelError):
     """The engine was closed, or its lane died; the cause is chained."""

@@ -1,0 +1,186 @@
+"""polymodel against llama.cpp on this CPU: same weights, same prompts, same threads, one run, interleaved.
+
+    pip install '.[compare,test]' && polymodel pull smollm2 && python bench/compare_cpu.py [--json FILE]
+
+llama.cpp runs the Q8_0 form of the demo model (requantised here from the same float weights by the gguf
+package), polymodel the q8 and w8a8 forms. Each number is the best of the repetitions; the spread is
+(median - best) / best. Both sides decode the same number of tokens after the same prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+PROMPT_TOKENS, PREFILL_TOKENS, DECODE_TOKENS = 16, 512, 64
+TARGETS = {("q8", "decode"): 0.5, ("q8", "prefill"): 0.7, ("w8a8", "decode"): 0.65, ("w8a8", "prefill"): 1.8}
+
+
+def requantise(source: Path, target: Path) -> Path:
+    """Write the Q8_0 form of a GGUF file, once."""
+    if target.exists():
+        return target
+    import gguf
+
+    reader = gguf.GGUFReader(str(source))
+    writer = gguf.GGUFWriter(str(target.with_suffix(".tmp")), "llama")
+    for key, fact in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture":
+            continue
+        if fact.types[0] == gguf.GGUFValueType.ARRAY:
+            writer.add_array(key, fact.contents())
+        else:
+            writer.add_key_value(key, fact.contents(), fact.types[0])
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if values.ndim == 1:
+            writer.add_tensor(tensor.name, values)
+        else:
+            packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(tensor.name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    target.with_suffix(".tmp").rename(target)
+    return target
+
+
+def llama_cpp(path: Path, threads: int) -> dict[str, Callable[[], float]]:
+    """Tokens per second of llama.cpp, by its own timings."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.n_parallel = 1024, 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    server = xllamacpp.Server(params)
+
+    def run(num_prompt: int, num_new: int, timing: str) -> float:
+        request = {
+            "prompt": list(range(1000, 1000 + num_prompt)),
+            "n_predict": num_new,
+            "temperature": 0,
+            "cache_prompt": False,
+            "ignore_eos": True,
+        }
+        return float(server.handle_completions(request)["timings"][timing])
+
+    return {
+        "prefill": lambda: run(PREFILL_TOKENS, 1, "prompt_per_second"),
+        "decode": lambda: run(PROMPT_TOKENS, DECODE_TOKENS, "predicted_per_second"),
+    }
+
+
+def ours(engine: Any, name: str) -> dict[str, Callable[[], float]]:
+    """Tokens per second of polymodel, by the request's own metrics."""
+
+    def run(num_prompt: int, num_new: int) -> Any:
+        ids = list(range(1000, 1000 + num_prompt))
+        return engine.generate(name, prompt_ids=ids, max_new_tokens=num_new, stop_at_eos=False).metrics
+
+    return {
+        "prefill": lambda: PREFILL_TOKENS / run(PREFILL_TOKENS, 1).time_to_first_token,
+        "decode": lambda: run(PROMPT_TOKENS, DECODE_TOKENS + 1).tokens_per_second,
+    }
+
+
+def load_and_peak(path: Path) -> dict[str, float]:
+    """Seconds to load the demo model and peak memory beside the ledger, in a process of its own."""
+    code = (
+        "import resource, sys, time, json, torch, polymodel as pm\n"
+        "best = 1e9\n"
+        "for _ in range(3):\n"
+        "    with pm.Engine() as eng:\n"
+        "        start = time.perf_counter(); eng.add('m', sys.argv[1]); best = min(best, time.perf_counter() - start)\n"
+        "        eng.generate('m', 'Hello', max_new_tokens=16); ledger = eng.ledger.total()\n"
+        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "print(json.dumps({'load_seconds': best, 'peak_bytes': peak, 'ledger_bytes': ledger}))\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    return dict(json.loads(out.stdout.splitlines()[-1]))
+
+
+def measure(sides: dict[str, dict[str, Callable[[], float]]], repetitions: int) -> dict[str, dict[str, list[float]]]:
+    """Every side and kind in turn, again and again; the first round warms up and is dropped."""
+    seen: dict[str, dict[str, list[float]]] = {side: {kind: [] for kind in kinds} for side, kinds in sides.items()}
+    for round_ in range(repetitions + 1):
+        for kind in ("decode", "prefill"):
+            for side, kinds in sides.items():
+                value = kinds[kind]()
+                if round_:
+                    seen[side][kind].append(value)
+        print(f"\r{round_}/{repetitions} rounds", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--weights", nargs="+", default=["q8", "w8a8", "file", "q4"])
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    args = parser.parse_args()
+
+    import torch
+
+    import polymodel as pm
+    from polymodel.checkpoint import cache_dir, resolve
+
+    path = resolve("smollm2")
+    facts = load_and_peak(path)
+    q8_0 = requantise(path, cache_dir() / "smollm2-q8_0.gguf")
+    with pm.Engine(budget="4GiB") as engine:
+        for weights in args.weights:
+            engine.add(weights, path, weights=weights)
+        sides = {"llama.cpp Q8_0": llama_cpp(q8_0, torch.get_num_threads())}
+        sides |= {weights: ours(engine, weights) for weights in args.weights}
+        seen = measure(sides, args.repetitions)
+
+    result: dict[str, Any] = {
+        "command": " ".join(["python", "bench/compare_cpu.py", *sys.argv[1:]]),
+        "machine": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "versions": {name: version(name) for name in ("torch", "xllamacpp")} | {"python": platform.python_version()},
+        "date": time.strftime("%Y-%m-%d"),
+        "shapes": {"prefill": PREFILL_TOKENS, "decode": f"{DECODE_TOKENS} tokens after {PROMPT_TOKENS}"},
+        "load": facts,
+        "rows": [],
+    }
+    base = seen["llama.cpp Q8_0"]
+    print(f"{'side':16} {'kind':8} {'tok/s':>8} {'spread':>7} {'x llama.cpp':>12} {'target':>7}")
+    for side, kinds in seen.items():
+        for kind, values in kinds.items():
+            best = max(values)
+            ratio, target = best / max(base[kind]), TARGETS.get((side, kind))
+            spread = best / statistics.median(values) - 1
+            result["rows"].append(
+                {"side": side, "kind": kind, "tokens_per_second": best, "spread": spread, "ratio": ratio, "all": values}
+            )
+            print(f"{side:16} {kind:8} {best:8.1f} {spread:7.1%} {ratio:12.2f} {target or '':>7}")
+    slack = facts["peak_bytes"] - 1.3 * facts["ledger_bytes"]
+    print(
+        f"load {facts['load_seconds']:.2f} s; peak {facts['peak_bytes'] / 2**20:.0f} MiB = 1.3 x ledger + {slack / 1e6:.0f} MB"
+    )
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
+
+
+if __name__ == "__main__":
+    main()

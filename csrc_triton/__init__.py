@@ -1,0 +1,41 @@
+"""Kernels for quantised matmul and paged attention whose bits do not depend on the batch they run in.
+
+Import from the files (`from csrc_triton.qmatmul import dequant_matmul`) or from here; nothing is loaded
+before a name is asked for, and nothing asks for a GPU.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "QTensor": "quant",
+    "quantize": "quant",
+    "dequantize": "quant",
+    "from_gguf": "quant",
+    "take_rows": "quant",
+    "pack": "cpu",
+    "dequant_matmul": "qmatmul",
+    "matmul": "qmatmul",
+    "swiglu_matmul": "qmatmul",
+    "prefill_gemm": "qgemm",
+    "PageTable": "attention",
+    "page_table": "attention",
+    "paged_attention": "attention",
+    "KVLayout": "pages",
+    "append_kv": "pages",
+    "copy_pages": "pages",
+    "RopeTable": "fused",
+    "rope_table": "fused",
+    "rmsnorm": "fused",
+    "swiglu": "fused",
+    "argmax": "fused",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"csrc_triton.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'csrc_triton' has no attribute {name!r}")

@@ -1,0 +1,749 @@
+"""The CPU path: packed weights, matmul, attention and row-wise operations, fast and exact.
+
+    y[m, :] = x[m, :] . W^T          out = softmax(scale q k^T + mask) v
+
+Plain torch changes a row's bits with the number of rows in the call. Everything here holds them still: the
+row-tiled and packed forms below were measured to, `probe` checks each weight's shape on the machine at
+hand, and a form that fails it runs row by row, which always holds.
+
+    scheme   weights in memory                     activations   product
+    f32      float32 [N, K]                        float32       one `mm` per tile of 16 rows (plain where exact)
+    f16      half-precision panels (FBGEMM)        float32       rows padded to a count whose kernels agree
+    i8       int8 [N, K], a scale a row            bfloat16      _weight_int8pack_mm
+    i4       nibbles, scale and zero per 32        bfloat16      _weight_int4pack_mm_for_cpu
+    w8a8     int8 [N, K], a scale a row            int8 a token  exact integer sums, whatever the order
+
+Memory: pages as in csrc_triton.pages; keys are stored rotated by slot and rotated here, once, by the
+position of their page. Promise: row r of a result depends on row r alone (and its own page list).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from csrc_triton.quant import QTensor, codes, dequantize, quantize
+
+if TYPE_CHECKING:
+    from csrc_triton.attention import PageTable
+    from csrc_triton.fused import RopeTable
+
+SCHEMES = ("f32", "f16", "i8", "i4", "w8a8")
+ALIGNED = 64  # bytes, as torch allocates
+ROW_TILE = 16  # rows of one product or attention tile; 4 and 8 do not agree with 16
+KEY_CHUNK = 512  # keys after which torch's attention folds its running softmax
+PAGE = 64
+VECTOR = 16  # complex64 numbers in one step of torch's widest loop
+GRAIN = 32768  # elements from which torch shares an operation among its threads
+MIN_DISTANCE = -63  # a query may stand up to 63 positions before its own page's first slot
+PANEL = (16, 512)  # FBGEMM pads N and K of half-precision panels to multiples of these
+INT8_MAX = 127
+EXACT_K = 1040  # 127 * 127 * K stays below 2^24, so float32 sums of int8 products are exact integers
+PROBE_ROWS = (1, 2, 15, 16, 17, 33, 64)
+_half_pack = torch.ops.quantized.linear_prepack_fp16
+_half_mm = torch.ops.quantized.linear_dynamic_fp16
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+Result = TypeVar("Result")
+
+
+def refuse_grad(name: str, *tensors: Tensor | None) -> None:
+    """Kernels are inference only."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise ValueError(f"{name}: an input requires grad, but there is no backward; use torch.no_grad()")
+
+
+def on_cpu(name: str, function: Callable[..., Result], first: Tensor, *args: Any, **kwargs: Any) -> Result:
+    """Run the CPU form of an operation, or say that this device has none."""
+    if first.device.type != "cpu":
+        raise ValueError(f"{name}: no kernel for {first.device} in this version; move the tensors to the CPU")
+    return function(first, *args, **kwargs)
+
+
+# ---- packed weights ----------------------------------------------------------------------------------
+
+
+class HalfPanels:
+    """Half-precision panels owned by FBGEMM; opaque to torch, so their bytes are stated here."""
+
+    def __init__(self, weight: Tensor) -> None:
+        rows, cols = weight.shape
+        self.handle = _half_pack(weight, None)
+        self.nbytes = half_nbytes(rows, cols)
+
+
+def half_nbytes(rows: int, cols: int) -> int:
+    n, k = (-(-size // pad) * pad for size, pad in zip((rows, cols), PANEL, strict=True))
+    return n * k * 2
+
+
+def scheme_for(fmt: str, group: int, shape: tuple[int, int]) -> str:
+    """The scheme that loses least among those of about the storage's size."""
+    if fmt == "f32":
+        return "f32"
+    if fmt == "q8" and group >= shape[1] and fits_int8(shape):
+        return "i8"
+    if fmt in ("q4", "q4_0", "q4_1", "q4_k") and group == 32 and fits_int4(shape):
+        return "i4"
+    return "f16" if half_row_counts(torch.get_num_threads()) else "f32"
+
+
+def fits_int8(shape: tuple[int, int]) -> bool:
+    """_weight_int8pack_mm reads past the end of other shapes."""
+    return shape[1] % 64 == 0
+
+
+def fits_int4(shape: tuple[int, int]) -> bool:
+    return shape[0] % 64 == 0 and shape[1] % 64 == 0
+
+
+def packed_nbytes(shape: tuple[int, int], scheme: str) -> int:
+    """Bytes of a packed weight, exact, before anything is packed."""
+    n, k = shape
+    if scheme == "f32":
+        return 4 * n * k
+    if scheme == "f16":
+        return half_nbytes(n, k)
+    if scheme == "i8":
+        return n * k + 2 * n
+    if scheme == "i4":
+        return n * k // 2 + 4 * n * (k // 32)
+    if scheme == "w8a8":
+        panels = sum(half_nbytes(n, b - a) for a, b in exact_segments(k))
+        return 4 * n + (n * k if has_fast_int8() else panels)
+    raise ValueError(f"packed_nbytes: unknown scheme {scheme!r}, expected one of {SCHEMES}")
+
+
+def pack(q: QTensor, scheme: str | None = None) -> QTensor:
+    """Storage ("rows" layout) -> the layout this CPU computes with. Values may round; `quant` keeps none."""
+    if q.layout != "rows":
+        raise ValueError(f"pack: weight {q.shape} is in layout {q.layout!r}, expected 'rows'")
+    scheme = scheme or scheme_for(q.fmt, q.group, q.shape)
+    parts = _PACKERS[scheme](q) if scheme in _PACKERS else None
+    if parts is None:
+        raise ValueError(f"pack: unknown scheme {scheme!r}, expected one of {SCHEMES}")
+    return replace(q, layout=f"cpu-{scheme}", parts=parts)
+
+
+def _pack_f32(q: QTensor) -> dict[str, Any]:
+    return {"weight": q.parts["weight"] if q.fmt == "f32" else dequantize(q)}
+
+
+def _pack_f16(q: QTensor) -> dict[str, Any]:
+    weight = dequantize(q)
+    parts: dict[str, Any] = {}
+    exponent = half_exponent(weight)
+    if exponent:
+        weight = torch.ldexp(weight, torch.tensor(exponent))
+        parts["rescale"] = torch.tensor(2.0**-exponent)
+    return parts | {"panels": HalfPanels(weight)}
+
+
+def half_exponent(weight: Tensor) -> int:
+    """The power of two that brings a weight into half precision's range; 0 where it already fits."""
+    largest = float(weight.abs().max())
+    if largest == 0.0 or 2.0**-6 <= largest < 2.0**15:
+        return 0
+    return 14 - math.frexp(largest)[1]
+
+
+def _pack_i8(q: QTensor) -> dict[str, Any]:
+    if not fits_int8(q.shape):
+        raise ValueError(f"pack: scheme 'i8' needs K divisible by 64, got weight {q.shape}")
+    row = q if q.fmt == "q8" and q.group >= q.shape[1] else quantize(dequantize(q), "q8", group=None)
+    return {"codes": row.parts["codes"], "scale": row.parts["scale"].flatten().bfloat16()}
+
+
+def _pack_i4(q: QTensor) -> dict[str, Any]:
+    if not fits_int4(q.shape):
+        raise ValueError(f"pack: scheme 'i4' needs N and K divisible by 64, got weight {q.shape}")
+    if q.fmt not in ("q4", "q4_0", "q4_1", "q4_k") or q.group != 32:
+        q = quantize(dequantize(q), "q4", group=32)
+    value, scale, bias, _ = codes(q)
+    if bias is None:  # signed codes -8..7; the kernel takes unsigned ones
+        value, bias = value + 8, torch.zeros_like(scale)
+    else:
+        bias = bias + 8 * scale  # the kernel computes (code - 8) * scale + bias
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(value.to(torch.int32), 1)
+    both = torch.stack((scale.t(), bias.t()), dim=-1).bfloat16().contiguous()
+    return {"nibbles": packed, "scale_bias": both}
+
+
+def _pack_w8a8(q: QTensor) -> dict[str, Any]:
+    row = q if q.fmt == "q8" and q.group >= q.shape[1] else quantize(dequantize(q), "q8", group=None)
+    scale = row.parts["scale"].flatten().clone()
+    if has_fast_int8():
+        return {"codes": row.parts["codes"], "scale": scale}
+    wide = row.parts["codes"].float()
+    segments = exact_segments(q.shape[1])
+    return {"scale": scale} | {f"panels{i}": HalfPanels(wide[:, a:b].contiguous()) for i, (a, b) in enumerate(segments)}
+
+
+_PACKERS: dict[str, Callable[[QTensor], dict[str, Any]]] = {
+    "f32": _pack_f32,
+    "f16": _pack_f16,
+    "i8": _pack_i8,
+    "i4": _pack_i4,
+    "w8a8": _pack_w8a8,
+}
+
+
+def exact_segments(k: int) -> list[tuple[int, int]]:
+    """K cut into equal runs whose int8 dot products are exact in float32."""
+    count = -(-k // EXACT_K)
+    edges = [k * i // count for i in range(count + 1)]
+    return list(itertools.pairwise(edges))
+
+
+# ---- what this machine's torch holds still -----------------------------------------------------------
+
+
+@functools.cache
+def has_fast_int8() -> bool:
+    """Whether torch._int_mm beats half panels here. Both give the same integers, so speed may decide."""
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randint(-127, 128, (64, 512), dtype=torch.int8, generator=gen)
+    w = torch.randint(-127, 128, (512, 512), dtype=torch.int8, generator=gen)
+    panels = HalfPanels(w.float()).handle
+    want = x.double() @ w.t().double()
+    if not torch.equal(torch._int_mm(x, w.t()).double(), want):
+        return False
+
+    def seconds(run: Callable[[], Tensor]) -> float:
+        best = math.inf
+        for _ in range(3):
+            start = time.perf_counter()
+            run()
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    return seconds(lambda: torch._int_mm(x, w.t())) < seconds(lambda: _half_mm(x.float(), panels))
+
+
+@functools.cache
+def half_row_counts(threads: int) -> tuple[int, ...]:
+    """Row counts 1..base whose half-panel kernels agree, base last; multiples of base agree too. () if none.
+
+    FBGEMM cuts the rows of a call into kernels of a few rows; those of one or two rows sum in another order.
+    """
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(384, 320, generator=gen)
+    panels = HalfPanels(torch.randn(96, 320, generator=gen)).handle
+    for base in (6, 12, 14, 16, 24):
+        tile = torch.cat([_half_mm(x[i : i + base], panels) for i in range(0, 384 - base + 1, base)])
+        counts = [base * m for m in (2, 3, 4, 5, 7, 8, 10, 13, 20, 21, 22) if base * m <= tile.shape[0]]
+        if all(torch.equal(_half_mm(x[:m], panels), tile[:m]) for m in counts):
+            few = [m for m in range(1, base) if torch.equal(_half_mm(x[:m], panels), tile[:m])]
+            return (*few, base)
+    return ()
+
+
+def half_rows(m: int) -> int:
+    """The row count to pad m rows to."""
+    counts = half_row_counts(torch.get_num_threads())
+    base = counts[-1]
+    return next((c for c in counts if c >= m), -(-m // base) * base)
+
+
+@functools.cache
+def key_tails(head_dim: int, threads: int) -> tuple[int, ...]:
+    """Padded lengths a last, partial chunk of keys may have so that its sums keep their order; 512 is last."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, head_dim, generator=gen) for n in (48, KEY_CHUNK, KEY_CHUNK))
+
+    def attend(rows: int, keys: int, padded: int) -> Tensor:
+        bias = torch.zeros(1, 1, rows, padded)
+        bias[..., keys:] = -math.inf
+        live = (torch.arange(padded) < keys)[:, None]
+        kk, vv = (t[:, :, :padded] * live for t in (k, v))
+        return _flash(q[:, :, :rows], kk, vv, 0.0, False, attn_mask=bias)[0]
+
+    good = []
+    for tail in range(PAGE, KEY_CHUNK, PAGE):
+        cases = [(rows, keys) for rows in (16, 48) for keys in (tail - 63, tail - 20, tail)]
+        if all(torch.equal(attend(r, n, tail), attend(r, n, KEY_CHUNK)) for r, n in cases):
+            good.append(tail)
+    return (*good, KEY_CHUNK)
+
+
+def padded_keys(keys: int, head_dim: int) -> int:
+    """Key count to pad to: whole chunks, then the shortest tail that holds."""
+    full, rest = divmod(max(keys, 1), KEY_CHUNK)
+    if rest == 0:
+        return full * KEY_CHUNK
+    return full * KEY_CHUNK + next(t for t in key_tails(head_dim, torch.get_num_threads()) if t >= rest)
+
+
+def probe(q: QTensor, rows: Iterable[int] = PROBE_ROWS) -> bool:
+    """Whether a packed weight gives row r the same bits in calls of every row count."""
+    gen = torch.Generator().manual_seed(1)
+    x = torch.randn(max(rows), q.shape[1], generator=gen)
+    watched = sorted({r for m in rows for r in (0, m // 2, m - 1)})
+    alone = {r: matmul_cpu(x[r : r + 1], q) for r in watched}
+    for m in rows:
+        y = matmul_cpu(x[:m], q)
+        if not all(torch.equal(y[r : r + 1], alone[r]) for r in watched if r < m):
+            return False
+    return True
+
+
+def checked(q: QTensor) -> QTensor:
+    """The packed weight itself where `probe` passes, else the same weight run row by row.
+
+    float32 weights first try one plain product (it holds where MKL runs in its strict mode).
+    """
+    rows = PROBE_ROWS if q.shape[0] * q.shape[1] < 1 << 23 else (1, 2, 16, 17)
+    if q.layout == "cpu-f32" and probe(plain := replace(q, layout="cpu-f32-plain"), (1, 2, 3, 4, 15, 16, 33, 64)):
+        return plain
+    return q if probe(q, rows) else replace(q, layout=q.layout + "-rows")
+
+
+# ---- matmul ------------------------------------------------------------------------------------------
+
+
+def matmul_cpu(x: Tensor, q: QTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """x [M, K] float32, q packed -> [M, N] float32; bias [N], then residual [M, N], each added with one rounding."""
+    run = _PRODUCTS.get(q.layout)
+    if run is not None:
+        y = run(x, q.parts)
+    elif q.layout.endswith("-rows") and q.layout[:-5] in _PRODUCTS:
+        one = _PRODUCTS[q.layout[:-5]]
+        y = torch.cat([one(x[r : r + 1], q.parts) for r in range(x.shape[0])])
+    else:
+        raise ValueError(
+            f"matmul: weight {q.shape} is in layout {q.layout!r}; pack it for the CPU first (csrc_triton.pack)"
+        )
+    if bias is not None:
+        y = y.add_(bias)
+    return y if residual is None else y.add_(residual)
+
+
+def _mm_f32(x: Tensor, parts: Any) -> Tensor:
+    weight = parts["weight"].t()
+    m = x.shape[0]
+    padded = -(-m // ROW_TILE) * ROW_TILE
+    if padded != m:
+        x = F.pad(x, (0, 0, 0, padded - m))
+    elif x.data_ptr() % ALIGNED:  # with three threads and more, MKL's order of an odd last column follows the address
+        x = x.clone()
+    if padded == ROW_TILE:
+        return torch.mm(x, weight)[:m]
+    y = x.new_empty(padded, weight.shape[1])
+    for start in range(0, padded, ROW_TILE):
+        torch.mm(x[start : start + ROW_TILE], weight, out=y[start : start + ROW_TILE])
+    return y[:m]
+
+
+def _mm_f32_plain(x: Tensor, parts: Any) -> Tensor:
+    return torch.mm(x, parts["weight"].t())
+
+
+def _mm_f16(x: Tensor, parts: Any) -> Tensor:
+    m = x.shape[0]
+    padded = half_rows(m)
+    if padded != m:
+        x = F.pad(x, (0, 0, 0, padded - m))
+    y = _half_mm(x, parts["panels"].handle)[:m]
+    return y.mul_(parts["rescale"]) if "rescale" in parts else y
+
+
+def _mm_i8(x: Tensor, parts: Any) -> Tensor:
+    return torch._weight_int8pack_mm(x.bfloat16(), parts["codes"], parts["scale"]).float()
+
+
+def _mm_i4(x: Tensor, parts: Any) -> Tensor:
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), parts["nibbles"], 32, parts["scale_bias"]).float()
+
+
+def quantize_rows_cpu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [M, K] float32 -> (integers -127..127 as float32 [M, K], scale [M, 1]).
+
+    A row of zeros, or so small that 127 over its largest is no float32, has integers 0.
+    """
+    largest = torch.linalg.vector_norm(x, math.inf, dim=1, keepdim=True)
+    inverse = INT8_MAX / largest
+    inverse.masked_fill_(inverse == math.inf, 0.0)
+    return torch.mul(x, inverse).round_().clamp_(-INT8_MAX, INT8_MAX), largest.div_(INT8_MAX)
+
+
+def _mm_w8a8(x: Tensor, parts: Any) -> Tensor:
+    integers, scale = quantize_rows_cpu(x)
+    if "codes" in parts:
+        total = torch._int_mm(integers.to(torch.int8), parts["codes"].t()).float()
+    elif "panels1" not in parts:
+        total = _half_mm(integers, parts["panels0"].handle)
+    else:
+        total = _segmented_integers(integers, parts)
+    return total.mul_(scale).mul_(parts["scale"])
+
+
+def _segmented_integers(integers: Tensor, parts: Any) -> Tensor:
+    segments = exact_segments(integers.shape[1])
+    sums = [_half_mm(integers[:, a:b].contiguous(), parts[f"panels{i}"].handle) for i, (a, b) in enumerate(segments)]
+    if len(sums) == 2:  # one rounding of an exact sum, as in the conversion of an int32 one
+        return sums[0].add_(sums[1])
+    return functools.reduce(torch.add, (s.double() for s in sums)).float()
+
+
+_PRODUCTS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "cpu-f32": _mm_f32,
+    "cpu-f32-plain": _mm_f32_plain,
+    "cpu-f16": _mm_f16,
+    "cpu-i8": _mm_i8,
+    "cpu-i4": _mm_i4,
+    "cpu-w8a8": _mm_w8a8,
+}
+
+
+# ---- row-wise ----------------------------------------------------------------------------------------
+
+
+def rmsnorm_cpu(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """x [..., K] float32 -> x / rms(x) * weight, over the last dim."""
+    if residual is not None:
+        x = x + residual
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def split_gate_up(gate_up: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """[M, 2F] in alternating blocks of `block` columns (the last pair may be short) -> gate, up [M, F]."""
+    m, twice = gate_up.shape
+    full = twice // (2 * block) * block
+    pairs = gate_up[:, : 2 * full].unflatten(1, (-1, 2, block)) if full else gate_up.new_empty(m, 0, 2, block)
+    gate, up = pairs[:, :, 0].reshape(m, full), pairs[:, :, 1].reshape(m, full)
+    if 2 * full == twice:
+        return gate, up
+    rest = gate_up[:, 2 * full :].chunk(2, dim=1)
+    return torch.cat((gate, rest[0]), 1), torch.cat((up, rest[1]), 1)
+
+
+def swiglu_cpu(gate_up: Tensor, activation: str = "silu", block: int = 64) -> Tensor:
+    """torch's silu and gelu treat a vector's last elements apart; exp, tanh and arithmetic do not."""
+    half = gate_up.shape[1] // 2
+    gate, up = (gate_up[:, :half], gate_up[:, half:]) if block >= half else split_gate_up(gate_up, block)
+    if activation == "silu":
+        y = torch.neg(gate).exp_().add_(1.0)
+        return torch.div(gate, y, out=y).mul_(up)
+    y = gate * gate
+    y.mul_(gate).mul_(0.044715).add_(gate).mul_(math.sqrt(2 / math.pi)).tanh_().add_(1.0)
+    return y.mul_(gate).mul_(0.5).mul_(up)
+
+
+def argmax_cpu(logits: Tensor) -> Tensor:
+    """torch promises no order among ties; the lowest index equal to the maximum does. NaN gives -1."""
+    top, index = logits.max(dim=1, keepdim=True)
+    hit = logits == top
+    if bool((hit.sum(1) == 1).all()):
+        return index.flatten()
+    column = torch.arange(logits.shape[1])
+    first = torch.where(hit, column, logits.shape[1]).amin(dim=1)
+    return first.masked_fill_(top.flatten().isnan(), -1)
+
+
+# ---- rotary ------------------------------------------------------------------------------------------
+# A head is turned as D / 2 complex numbers: one product, whose roundings must not depend on an element's
+# place. Queries and stored keys therefore have the two halves of a head interleaved, here and in the pages.
+
+
+def pairs(x: Tensor, rot_dim: int) -> Tensor:
+    """x [..., D] half-split -> complex64 [..., D / 2]; what does not rotate is paired half with half too."""
+    half = rot_dim // 2
+    if rot_dim == x.shape[-1]:
+        return torch.complex(x[..., :half], x[..., half:])
+    mid = (rot_dim + x.shape[-1]) // 2
+    first = torch.cat((x[..., :half], x[..., rot_dim:mid]), -1)
+    return torch.complex(first, torch.cat((x[..., half:rot_dim], x[..., mid:]), -1))
+
+
+def from_pairs(z: Tensor) -> Tensor:
+    """complex64 [..., D / 2] -> float32 [..., D], real and imaginary parts alternating; a view."""
+    return torch.view_as_real(z).flatten(-2)
+
+
+def half_split(x: Tensor, rot_dim: int) -> Tensor:
+    """The inverse order: interleaved [..., D], as keys are stored, -> half-split [..., D]."""
+    a, b, half = x[..., ::2], x[..., 1::2], rot_dim // 2
+    return torch.cat((a[..., :half], b[..., :half], a[..., half:], b[..., half:]), -1)
+
+
+def rotation(rope: RopeTable, distance: Tensor, head_dim: int, factor: float = 1.0) -> Tensor:
+    """distance [T] int64 -> complex64 [T, head_dim / 2]."""
+    row = distance - MIN_DISTANCE
+    cos, sin = (t.index_select(0, row) * factor for t in (rope.cos, rope.sin))  # indexing would wrap below -63
+    turn = torch.complex(cos, sin)
+    return F.pad(turn, (0, (head_dim - rope.rot_dim) // 2), value=1.0)
+
+
+@functools.cache
+def has_unfused_complex() -> bool:
+    """Whether torch's complex product rounds every step in whole vectors, as real arithmetic does."""
+    gen = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(256, dtype=torch.complex64, generator=gen) for _ in range(2))
+    return torch.equal(a * b, _turned(a, b))
+
+
+def turn_(z: Tensor, turn: Tensor) -> Tensor:
+    """z * turn in place, every step rounded.
+
+    torch's product fuses steps in what a vector leaves over at the end of a head or of a thread's share, so it
+    serves only where nothing is left over.
+    """
+    size, threads = z.numel(), torch.get_num_threads()
+    split = () if size < GRAIN else range(2, threads + 1)
+    if z.shape[-1] % VECTOR == 0 and all(size % (VECTOR * n) == 0 for n in split) and has_unfused_complex():
+        return z.mul_(turn)
+    return z.copy_(_turned(z, turn))
+
+
+def _turned(z: Tensor, turn: Tensor) -> Tensor:
+    real, imag = z.real * turn.real - z.imag * turn.imag, z.imag * turn.real + z.real * turn.imag
+    return torch.complex(real, imag)
+
+
+# ---- pages and attention -----------------------------------------------------------------------------
+
+
+class Workspace(dict[Any, Any]):
+    """Scratch of one forward over one page table: what all layers share is computed once. Owned by the caller."""
+
+
+def _turn(space: Workspace, name: str, rope: RopeTable, distance: Tensor, head_dim: int) -> Tensor:
+    """[T, 1, D / 2], YaRN's factor included."""
+    key = (name, id(rope))
+    if key not in space:
+        space[key] = rotation(rope, distance.long(), head_dim, rope.factor)[:, None]
+    turn: Tensor = space[key]
+    return turn
+
+
+def append_kv_cpu(
+    k: Tensor,  # [T, Hkv, D] normed, unrotated
+    v: Tensor,  # [T, Hkv, D]
+    view: Tensor,  # [pages, 2, Hkv, 64, D], one layer of the arena
+    page_id: Tensor,  # [T] int32
+    store_slot: Tensor,  # [T] int32
+    rot_slot: Tensor,  # [T] int32
+    rope: RopeTable,
+    workspace: Workspace | None = None,
+) -> None:
+    """Rotate keys by their slot, saturate, store."""
+    space = Workspace() if workspace is None else workspace
+    turn = _turn(space, "slot", rope, rot_slot, k.shape[-1])
+    largest = torch.finfo(view.dtype).max
+    k = from_pairs(turn_(pairs(k, rope.rot_dim), turn)).clamp_(-largest, largest)
+    v = v.clamp(-largest, largest)
+    if "where" not in space:
+        space["where"] = (page_id.long(), store_slot.long(), page_id.tolist(), store_slot.tolist())
+    page_ids, slots, page_list, slot_list = space["where"]
+    if len(page_list) == 1:
+        block, slot = view[page_list[0]], slot_list[0]
+        block[0, :, slot] = k[0]
+        block[1, :, slot] = v[0]
+        return
+    view[page_ids, 0, :, slots] = k.to(view.dtype)
+    view[page_ids, 1, :, slots] = v.to(view.dtype)
+
+
+@dataclass
+class _Group:
+    """Sequences with equally many rows and chunks: one gather, one attention call a block of rows."""
+
+    rows: Tensor | slice  # rows of q, sequence-major
+    num_seqs: int
+    num_rows: int  # rows a sequence
+    pages: Tensor  # [num_seqs * E] int64, zero page where a sequence has fewer
+    ragged: list[tuple[int, int, int]]  # (index into pages, lo, hi) of pages with unused slots
+    turn: Tensor | None  # [num_seqs * E, 1, D / 2] complex: rotation by page position; None where all stand at 0
+    blocks: list[_Block] = field(default_factory=list)
+
+
+@dataclass
+class _Block:
+    start: int  # first row of each sequence
+    stop: int
+    keys: int  # padded key count
+    q: Tensor  # [num_seqs, Hkv, padded rows, D] scratch, padding rows zero
+    bias: Tensor  # [num_seqs, 1, padded rows, keys]: 0 where visible, else -inf
+    dead: Tensor | None  # [num_seqs, rows] True where a row sees nothing
+
+
+BLOCK_ROWS = 128  # tokens of one attention call; later rows see more keys, so shorter calls skip more
+
+
+def plan_groups(
+    table: PageTable, cu_rows: Tensor, row_pos: Tensor, window: int | None, rope: RopeTable, heads: tuple[int, int, int]
+) -> list[_Group]:
+    """Which sequences go together, and what every layer with this window and rope shares."""
+    starts, num_pages = cu_rows.tolist(), table.n.tolist()
+    by_shape: dict[tuple[int, int], list[int]] = {}
+    for s in range(len(num_pages)):
+        rows = starts[s + 1] - starts[s]
+        if rows and num_pages[s]:
+            chunks = -(-num_pages[s] * PAGE // KEY_CHUNK)
+            by_shape.setdefault((rows, chunks), []).append(s)
+    return [
+        _plan_group(seqs, rows, starts, table, row_pos, window, rope, heads) for (rows, _), seqs in by_shape.items()
+    ]
+
+
+def _plan_group(
+    seqs: list[int],
+    num_rows: int,
+    starts: list[int],
+    table: PageTable,
+    row_pos: Tensor,
+    window: int | None,
+    rope: RopeTable,
+    heads: tuple[int, int, int],
+) -> _Group:
+    hq, hkv, dim = heads
+    pick = torch.tensor(seqs)
+    used = int(table.n[pick].max())
+    pos = torch.stack([row_pos[starts[s] : starts[s + 1]] for s in seqs]).long()  # [S, R]
+    ids, base, span = (t[pick, :used].long() for t in (table.ids, table.base, table.span))
+    live = torch.arange(used) < table.n[pick].long()[:, None]
+    lo, hi = (span & 255) * live, (span >> 8) * live
+    first = _first_visible_chunk(base, hi, pos, window)
+    ids, base, lo, hi = (t[:, first:] for t in (ids * live, base * live, lo, hi))
+    keys = padded_keys((used - first) * PAGE, dim)
+    extra = keys // PAGE - (used - first)
+    ids, base, lo, hi = (F.pad(t, (0, extra)) for t in (ids, base, lo, hi))
+    slot = torch.arange(PAGE)
+    key_pos = (base[:, :, None] + slot).flatten(1)
+    valid = ((slot >= lo[:, :, None]) & (slot < hi[:, :, None])).flatten(1)
+    ragged = [
+        (i, a, b)
+        for i, (a, b, page) in enumerate(
+            zip(lo.flatten().tolist(), hi.flatten().tolist(), ids.flatten().tolist(), strict=True)
+        )
+        if page and (a > 0 or b < PAGE)
+    ]
+    turn = None
+    if bool((base != 0).any()):
+        turn = rotation(rope, base.flatten(), dim)[:, None]
+    contiguous = seqs == list(range(seqs[0], seqs[0] + len(seqs)))
+    rows = (
+        slice(starts[seqs[0]], starts[seqs[-1] + 1])
+        if contiguous
+        else torch.cat([torch.arange(starts[s], starts[s + 1]) for s in seqs])
+    )
+    group = _Group(rows, len(seqs), num_rows, ids.flatten(), ragged, turn)
+    for start in range(0, num_rows, BLOCK_ROWS):
+        stop = min(start + BLOCK_ROWS, num_rows)
+        group.blocks.append(_plan_block(start, stop, pos[:, start:stop], key_pos, valid, window, (hq // hkv, hkv, dim)))
+    return group
+
+
+def _first_visible_chunk(base: Tensor, hi: Tensor, pos: Tensor, window: int | None) -> int:
+    """Entries before this one lie in whole chunks that no row sees; skipping them changes nothing."""
+    if window is None:
+        return 0
+    oldest = pos.min(dim=1).values - window + 1
+    seen = (base + hi > oldest[:, None]) & (hi > 0)
+    first = int(torch.where(seen.any(1), seen.int().argmax(1), base.shape[1] - 1).min())
+    return first // (KEY_CHUNK // PAGE) * (KEY_CHUNK // PAGE)
+
+
+def _plan_block(
+    start: int,
+    stop: int,
+    pos: Tensor,
+    key_pos: Tensor,
+    valid: Tensor,
+    window: int | None,
+    geometry: tuple[int, int, int],
+) -> _Block:
+    ratio, hkv, dim = geometry
+    num_seqs, rows = pos.shape
+    seen = valid[:, None] & (key_pos[:, None] <= pos[:, :, None])  # [S, rows, keys]
+    if window is not None:
+        seen &= pos[:, :, None] - key_pos[:, None] < window
+    last = int(seen.any(0).any(0).nonzero().max()) + 1 if bool(seen.any()) else 1
+    keys = min(padded_keys(last, dim), key_pos.shape[1])
+    seen = seen[:, :, :keys]
+    dead = ~seen.any(2)
+    bias = torch.zeros(num_seqs, -(-rows * ratio // ROW_TILE) * ROW_TILE, keys)
+    bias[:, : rows * ratio].masked_fill_(~(seen | dead[:, :, None]).repeat_interleave(ratio, 1), -math.inf)
+    scratch = torch.zeros(num_seqs, hkv, bias.shape[1], dim)
+    return _Block(start, stop, keys, scratch, bias[:, None], dead if bool(dead.any()) else None)
+
+
+def paged_attention_cpu(
+    q: Tensor,  # [T, Hq, D] normed, unrotated
+    view: Tensor,  # [pages, 2, Hkv, 64, D], one layer of the arena
+    table: PageTable,
+    cu_rows: Tensor,
+    row_pos: Tensor,
+    rope: RopeTable,
+    *,
+    scale: float,
+    window: int | None = None,
+    workspace: Workspace | None = None,
+) -> Tensor:
+    """-> [T, Hq, D] float32."""
+    space = Workspace() if workspace is None else workspace
+    num_tokens, hq, dim = q.shape
+    hkv = view.shape[2]
+    key = ("groups", window, id(rope))
+    if key not in space:
+        space[key] = plan_groups(table, cu_rows, row_pos, window, rope, (hq, hkv, dim))
+    q = from_pairs(turn_(pairs(q, rope.rot_dim), _turn(space, "position", rope, row_pos, dim)))
+    groups: list[_Group] = space[key]
+    if len(groups) == 1 and isinstance(groups[0].rows, slice) and groups[0].num_seqs * groups[0].num_rows == num_tokens:
+        return _attend(q, view, groups[0], rope, scale)
+    out = q.new_zeros(num_tokens, hq, dim)
+    for group in groups:
+        out[group.rows] = _attend(q[group.rows], view, group, rope, scale)
+    return out
+
+
+def _attend(q: Tensor, view: Tensor, group: _Group, rope: RopeTable, scale: float) -> Tensor:
+    """q [S * R, Hq, D] of one group -> the same shape."""
+    seqs, rows, dim = group.num_seqs, group.num_rows, q.shape[-1]
+    hkv = view.shape[2]
+    ratio = q.shape[1] // hkv
+    keys, values = _gather(view, group, rope)
+    q = q.view(seqs, rows, hkv, ratio, dim).transpose(1, 2)  # [S, Hkv, R, G, D]
+    out = q.new_empty(seqs, rows, hkv, ratio, dim) if len(group.blocks) > 1 else None
+    for block in group.blocks:
+        count = (block.stop - block.start) * ratio
+        block.q[:, :, :count].unflatten(2, (-1, ratio)).copy_(q[:, :, block.start : block.stop])
+        # by its own name: F.scaled_dot_product_attention may choose another algorithm, with other bits
+        y, _ = _flash(
+            block.q, keys[:, :, : block.keys], values[:, :, : block.keys], 0.0, False, attn_mask=block.bias, scale=scale
+        )
+        y = y[:, :, :count].unflatten(2, (-1, ratio)).transpose(1, 2)
+        if block.dead is not None:
+            y = y.masked_fill(block.dead[:, :, None, None, None], 0.0)
+        if out is None:
+            return y.reshape(seqs * rows, hkv * ratio, dim).contiguous()
+        out[:, block.start : block.stop] = y
+    assert out is not None
+    return out.view(seqs * rows, hkv * ratio, dim)
+
+
+def _gather(view: Tensor, group: _Group, rope: RopeTable) -> tuple[Tensor, Tensor]:
+    """Pages -> keys in the frame of position 0 and values, [S, Hkv, keys, D] float32 each."""
+    hkv, dim = view.shape[2], view.shape[4]
+    pages = view.permute(1, 2, 0, 3, 4).index_select(2, group.pages)  # [2, Hkv, S * E, 64, D]
+    if pages.dtype != torch.float32:
+        pages = pages.float()
+    for i, lo, hi in group.ragged:  # unused slots may hold anything, NaN included
+        pages[:, :, i, hi:].zero_()
+        if lo:
+            pages[:, :, i, :lo].zero_()
+    keys, values = pages[0], pages[1]
+    if group.turn is not None:
+        turn_(torch.view_as_complex(keys.unflatten(-1, (-1, 2))), group.turn)
+    shape = (hkv, group.num_seqs, -1, dim)
+    return keys.view(shape).transpose(0, 1), values.view(shape).transpose(0, 1)

@@ -1,0 +1,276 @@
+"""The command `polymodel`: pull, run, chat, ps, demo, selfcheck."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import polymodel
+from polymodel.errors import FetchFailed, PolymodelError, PromptTooLong
+from polymodel.ledger import format_bytes
+
+if TYPE_CHECKING:
+    from polymodel.engine import Engine
+    from polymodel.sequence import Sequence as Request
+
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+
+class Commands(TyperGroup):
+    """Errors that polymodel raises on purpose become one message and exit code 1, Ctrl-C exit code 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PolymodelError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Host many models under one byte budget, share the prefill, decode one at a time.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str, typer.Argument(help="GGUF file, safetensors folder, or the name of a pulled model.")]
+WeightsOption = Annotated[str, typer.Option(help="file, q8, q4, w8a8, bf16 or f32; 'file' keeps the checkpoint's own.")]
+TokensOption = Annotated[int, typer.Option(help="Tokens to generate at most.")]
+BudgetOption = Annotated[str | None, typer.Option(help="Bytes for weights, such as 2GiB.")]
+KvBudgetOption = Annotated[str | None, typer.Option(help="Bytes for KV pages, such as 256MiB.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"polymodel {polymodel.__version__}")
+        raise typer.Exit
+
+
+VersionOption = typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+
+
+@app.callback()
+def options(version: Annotated[bool, VersionOption] = False) -> None:
+    """What stands before a command."""
+
+
+@app.command()
+def pull(
+    source: Annotated[str, typer.Argument(help="A named model (see ps), organisation/model of a hub, or a path.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch a model into the cache and check it; a path is only checked."""
+    from polymodel.console import progress
+    from polymodel.pull import describe
+    from polymodel.pull import pull as fetch
+
+    with progress(f"pulling {source}") as bar:
+        found = describe(fetch(source, progress=bar))
+    if as_json:
+        return _print_json(found)
+    size, params = format_bytes(found["bytes"]), found["params"] / 1e6
+    typer.echo(f"{found['path']}: {found['arch']}, {found['layers']} layers, {params:.0f}M parameters, {size}")
+
+
+@app.command()
+def ps(as_json: JsonOption = False) -> None:
+    """List the models of the cache. No server runs in this version, so nothing stays loaded between commands."""
+    from polymodel.pull import pulled
+
+    rows = pulled()
+    if as_json:
+        return _print_json({"models": rows})
+    width = max(len(row["model"]) for row in rows)
+    for row in rows:
+        typer.echo(f"{row['model'].ljust(width)}  {row['state']:10}  {format_bytes(row['bytes']):>10}  {row['path']}")
+
+
+@app.command()
+def run(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="The text to answer.")],
+    weights: WeightsOption = "file",
+    max_new_tokens: TokensOption = 256,
+    draft: Annotated[str | None, typer.Option(help="Model that drafts: path or name, the same one too.")] = None,
+    draft_weights: Annotated[str, typer.Option(help="The drafter's weights, as --weights.")] = "q4",
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt, without the chat template.")] = False,
+    budget: BudgetOption = None,
+    kv_budget: KvBudgetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer one prompt; the text streams to stdout, what it cost goes to stderr."""
+    with _hosting({"model": (model, weights)}, budget, kv_budget) as engine:
+        if draft is not None:
+            _add(engine, "drafter", draft, draft_weights)
+        is_chat = not raw and engine["model"].tokenizer.chat_template is not None
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+        drafter = None if draft is None else "drafter"
+        request = engine.submit("model", max_new_tokens=max_new_tokens, draft=drafter, **asked)
+        if as_json:
+            engine.wait(request)
+            return _print_json(asdict(engine.output(request)) | {"model": model})
+        _stream(engine, request)
+        metrics = engine.output(request).metrics
+        typer.echo(
+            f"{metrics.num_output_tokens} tokens, {metrics.tokens_per_second:.1f}/s, "
+            f"first after {metrics.time_to_first_token:.2f} s",
+            err=True,
+        )
+
+
+@app.command()
+def chat(
+    model: Model,
+    weights: WeightsOption = "file",
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512,
+    budget: BudgetOption = None,
+    kv_budget: KvBudgetOption = None,
+) -> None:
+    """Talk with a model. Ctrl-C stops an answer, Ctrl-D ends, /new forgets what was said."""
+    start = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(start)
+    with _hosting({"model": (model, weights)}, budget, kv_budget) as engine:
+        for said in _lines():
+            if said == "/new":
+                messages = list(start)
+                continue
+            messages.append({"role": "user", "content": said})
+            try:
+                request = engine.submit("model", messages=messages, max_new_tokens=max_new_tokens, draft=None)
+                answer = _stream(engine, request, keep_going=True)
+            except PolymodelError as error:
+                hint = " (/new forgets what was said)" if isinstance(error, PromptTooLong) else ""
+                typer.echo(f"error: {error}{hint}", err=True)
+                messages.pop()
+                continue
+            messages.append({"role": "assistant", "content": answer})
+
+
+@app.command()
+def demo(
+    max_new_tokens: TokensOption = 48,
+    budget: Annotated[str, typer.Option(help="Bytes for weights; the three models take under 500 MiB.")] = "640MiB",
+    as_json: JsonOption = False,
+) -> None:
+    """Three models of one checkpoint answer six prompts on one lane; then the ledger, the turns and the speed."""
+    from polymodel.checkpoint import resolve
+    from polymodel.console import progress
+    from polymodel.demo import run_demo, show_nothing, show_on
+    from polymodel.pull import pull as fetch
+
+    try:
+        path = resolve("smollm2")
+    except FetchFailed:
+        with progress("pulling smollm2") as bar:
+            path = fetch("smollm2", progress=bar)
+    done = run_demo(path, budget, max_new_tokens, show_nothing if as_json else show_on(sys.stdout))
+    if as_json:
+        _print_json(done.as_dict())
+    else:
+        done.print(sys.stdout)
+    if not done.is_good:
+        raise typer.Exit(1)
+
+
+@app.command()
+def selfcheck(
+    model: Annotated[str | None, typer.Argument(help="Path or name; without it, a small random model.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check the promises on this machine: budget, one decode at a time, equal bits, lossless drafting."""
+    from polymodel.selfcheck import selfcheck as run_checks
+
+    checks = []
+    for check in run_checks(model):
+        checks.append(check)
+        if not as_json:
+            typer.echo(f"{'ok  ' if check.passed else 'FAIL'}  {check.name} ({check.detail})")
+    passed = all(check.passed for check in checks)
+    if as_json:
+        _print_json({"passed": passed, "checks": [asdict(check) for check in checks]})
+    if not passed:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _hosting(models: Mapping[str, tuple[str, str]], budget: str | None, kv_budget: str | None) -> Iterator[Engine]:
+    """An engine with these models: name -> (path or name, weights)."""
+    from polymodel.config import EngineConfig
+    from polymodel.engine import Engine
+
+    # one model at a time, so a turn may be a single step: the text then comes token by token
+    with Engine(budget=budget, kv_budget=kv_budget, config=EngineConfig(quantum=1)) as engine:
+        for name, (source, weights) in models.items():
+            _add(engine, name, source, weights)
+        yield engine
+
+
+def _add(engine: Engine, name: str, source: str, weights: Any) -> None:
+    from polymodel.console import progress
+
+    with progress(f"loading {source}") as bar:
+        engine.add(name, source, weights=weights, progress=bar)
+
+
+def _stream(engine: Engine, request: Request, keep_going: bool = False) -> str:
+    """Print a request's text as it comes and return it; keep_going: Ctrl-C ends the text and not the program."""
+    from polymodel.console import follow, interruptible, printable
+
+    said = []
+    with ExitStack() as stack:
+        is_stopped = stack.enter_context(interruptible()) if keep_going else lambda: False
+        for _, piece in follow(engine, [request], is_stopped):
+            said.append(piece)
+            typer.echo(printable(piece), nl=False)
+            sys.stdout.flush()
+    typer.echo()
+    return "".join(said)
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, line by line, without the empty ones; Ctrl-D ends it, Ctrl-C drops the line."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  # input() then edits lines
+
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            typer.echo()
+            return
+        except KeyboardInterrupt:
+            typer.echo("\n(Ctrl-D ends)")
+            continue
+        if line:
+            yield line
+
+
+def _print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
+    typer.echo(json.dumps(value))
+
+
+def main() -> None:
+    """Entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may not know every character of a text
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What a person sees of an engine at work: text as it comes, one panel a request, progress of long steps."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, TextIO
+
+from polymodel.engine import Engine
+from polymodel.sequence import Sequence as Request
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from polymodel.tokenizer import DecodeStream
+
+
+class Text:
+    """The text of one request, grown by what its last turn brought."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.request = request
+        self._stream: DecodeStream = engine[request.model].tokenizer.decode_stream()
+        self._seen = 0
+        self._is_flushed = False
+
+    def new(self) -> str:
+        """What has come since the last call."""
+        request, output = self.request, self.request.output
+        shown = output[:-1] if output and output[-1] in request.stop_ids else output
+        text = "".join(map(self._stream.push, shown[self._seen :]))
+        self._seen = len(shown)
+        if request.is_over and not self._is_flushed:
+            self._is_flushed = True
+            text += self._stream.flush()
+        return text
+
+
+def follow(
+    engine: Engine, requests: Sequence[Request], is_stopped: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[int, str]]:
+    """Drive the lane; (index of the request, new text) after each turn. Leaving it cancels what still runs."""
+    texts = [Text(engine, request) for request in requests]
+    try:
+        while not all(request.is_over for request in requests) and not is_stopped():
+            engine.lane.turn()
+            for i, text in enumerate(texts):
+                if new := text.new():
+                    yield i, new
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+    finally:
+        for request in requests:
+            engine.lane.cancel(request)
+
+
+def printable(text: str) -> str:
+    """The text without characters that steer a terminal; a model may produce any."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr for as long as the block runs; one line where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        print(f"{label} ...", file=sys.stderr, flush=True)
+        yield lambda done, of: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, of: bar.update(task, completed=done, total=of)
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Inside, a first Ctrl-C only makes the yielded function true; a second one interrupts as always."""
+    is_hit = threading.Event()
+
+    def hit(number: int, frame: FrameType | None) -> None:
+        if is_hit.is_set():
+            signal.default_int_handler(number, frame)
+        is_hit.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield is_hit.is_set
+        return
+    before = signal.signal(signal.SIGINT, hit)
+    try:
+        yield is_hit.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def show_streams(titles: Sequence[str], pieces: Iterator[tuple[int, str]], out: TextIO) -> None:
+    """Texts that grow side by side: panels on a terminal, elsewhere a line for what each turn brought."""
+    if out.isatty():
+        _show_panels(titles, pieces, out)
+        return
+    width = max(map(len, titles), default=0)
+    for i, piece in pieces:
+        print(f"{titles[i].ljust(width)} | {printable(piece).replace(chr(10), ' / ')}", file=out, flush=True)
+
+
+def _show_panels(titles: Sequence[str], pieces: Iterator[tuple[int, str]], out: TextIO) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    texts = [""] * len(titles)
+    # the block restores the cursor however it is left
+    with Live(_panels(titles, texts), console=Console(file=out), auto_refresh=False) as live:
+        for i, piece in pieces:
+            texts[i] += printable(piece)
+            live.update(_panels(titles, texts), refresh=True)
+
+
+def _panels(titles: Sequence[str], texts: Sequence[str]) -> Group:
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.text import Text as Styled
+
+    rows = zip(titles, texts, strict=True)
+    return Group(*(Panel(Styled(text), title=Styled(title), title_align="left") for title, text in rows))

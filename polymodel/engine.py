@@ -1,0 +1,442 @@
+"""Engine: the models, the arena and the lane behind a few verbs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from polymodel.checkpoint import Checkpoint, open_checkpoint, resolve
+from polymodel.config import POLICY, EngineConfig, ModelConfig, Weights
+from polymodel.control import pick_drafter
+from polymodel.errors import InvalidRequest
+from polymodel.events import Events, max_concurrent
+from polymodel.kv import Arena, PageList
+from polymodel.lane import Lane
+from polymodel.ledger import Ledger, format_bytes, parse_bytes
+from polymodel.residency import Hosted, Progress, Residency
+from polymodel.sequence import Sequence as Request
+from polymodel.session import Session, check_ids
+from polymodel.share import Verdict
+from polymodel.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """What a request cost. Times in seconds; counts of tokens."""
+
+    time_to_first_token: float
+    decode_seconds: float  # first token to last
+    tokens_per_second: float  # after the first token; 0.0 if there was only one
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_target_forwards: int  # after the prefill
+    num_drafted: int
+    num_accepted: int
+    draft_acceptance_rate: float
+    mean_acceptance_length: float  # tokens a target forward yielded
+    acceptance_histogram: tuple[int, ...]  # rounds by number of accepted tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    model: str
+    prompt_ids: list[int]
+    tokens: list[int]  # the stop token included
+    text: str
+    finish_reason: str  # "stop" or "length"
+    metrics: Metrics
+    receipt: dict[str, str]  # what decided the bits
+
+
+class Engine:
+    """Hosts models under one byte budget and decodes one at a time.
+
+    Args:
+        device: "cpu", or "auto", which is the CPU in this version.
+        budget: bytes of weights in memory, a number or a string such as "2GiB".
+        kv_budget: bytes of KV pages, reserved when the engine starts.
+        config: everything else; budget and kv_budget given here stand over it. POLYMODEL=off in the environment
+            turns multi_model off: the same outputs, without drafting.
+    """
+
+    def __init__(
+        self,
+        device: str = "auto",
+        budget: int | str | None = None,
+        kv_budget: int | str | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
+        if device not in ("auto", "cpu"):
+            raise InvalidRequest(f"device={device!r}: this version runs on 'cpu' (or 'auto', which picks it)")
+        self.config = config or EngineConfig()
+        if os.environ.get("POLYMODEL", "").strip().lower() == "off":
+            self.config = replace(self.config, multi_model=False)
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
+        self.events = Events()
+        self.ledger = Ledger()
+        self.arena = Arena(_bytes("kv_budget", kv_budget, self.config.kv_budget))
+        self.ledger.set("kv", "arena", self.arena.nbytes)
+        self.residency = Residency(_bytes("budget", budget, self.config.budget), self.arena, self.ledger, self.events)
+        self.lane = Lane(self.config, self.residency, self.arena, self.events)
+
+    # ---- models
+
+    def add(
+        self,
+        name: str,
+        source: str | Path | Checkpoint,
+        *,
+        weights: Weights = "file",
+        pin: bool = False,
+        progress: Progress | None = None,
+    ) -> ModelHandle:
+        """Host a model: a GGUF file, a safetensors folder, a pulled name, or an open checkpoint.
+
+        weights: "file" keeps the checkpoint's own formats; "q8", "q4", "w8a8", "bf16" and "f32" convert.
+        TooLarge, PinnedNoRoom and every checkpoint error leave the engine as it was.
+        """
+        with self.lane.lock:
+            self.lane.check_open()
+            checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(resolve(source))
+            try:
+                self.residency.add(name, checkpoint, weights, pin, progress)
+            except BaseException:
+                if checkpoint is not source:
+                    checkpoint.close()
+                raise
+        return self[name]
+
+    def __getitem__(self, name: str) -> ModelHandle:
+        return ModelHandle(self.residency[name])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.residency.hosted
+
+    def pin(self, name: str) -> None:
+        with self.lane.lock:
+            self.residency.set_pinned(name, True)
+
+    def unpin(self, name: str) -> None:
+        with self.lane.lock:
+            self.residency.set_pinned(name, False)
+
+    def unload(self, name: str) -> None:
+        """Give a model's memory back; it loads again when it is asked for."""
+        with self.lane.lock:
+            self.residency.unload(name)
+
+    def remove(self, name: str) -> None:
+        """Forget a model; its running requests are cancelled."""
+        with self.lane.lock:
+            self.residency[name]
+            for request in list(self.lane.live):
+                if request.model == name:
+                    self.lane.cancel(request)
+                elif request.drafter == name:
+                    request.drop_drafter()
+            self.residency.remove(name)
+
+    @property
+    def budget(self) -> int:
+        return self.residency.pool.budget
+
+    @budget.setter
+    def budget(self, size: int | str) -> None:
+        """Shrinking gives up the coldest models; PinnedNoRoom changes nothing."""
+        with self.lane.lock:
+            self.residency.resize(_bytes("budget", size, 0))
+
+    # ---- requests
+
+    def generate(self, model: str, prompt: str | None = None, **options: Any) -> Output:
+        """Run one request to its end. Options as in `submit`."""
+        request = self.submit(model, prompt, **options)
+        self.wait(request)
+        return self.output(request)
+
+    def stream(self, model: str, prompt: str | None = None, **options: Any) -> Iterator[str]:
+        """Pieces of text as they come; concatenated they are generate's text. Closing it cancels the request."""
+        pieces = self._pieces(self.submit(model, prompt, **options))
+        next(pieces)  # begun, so that closing it reaches the request even before the first piece
+        return pieces
+
+    def submit(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        prompt_ids: Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        seed: int = 0,
+        stop_at_eos: bool = True,
+        draft: str | None = "auto",
+    ) -> Request:
+        """Queue a request; `wait`, `output` and `run` bring it on.
+
+        Exactly one of prompt (plain text: special tokens in it are text), prompt_ids and messages (through the
+        model's chat template). draft: another hosted model of the same vocabulary, None, or "auto".
+        """
+        self.lane.check_open()
+        hosted = self.residency[model]
+        if temperature != 0.0:
+            raise InvalidRequest(f"temperature={temperature}: this version decodes greedily, expected 0.0")
+        if max_new_tokens < 1:
+            raise InvalidRequest(f"max_new_tokens={max_new_tokens}, expected at least 1")
+        ids = _prompt_ids(hosted, prompt, prompt_ids, messages)
+        check_ids(ids, hosted.config, 0, max_new_tokens)
+        drafter = pick_drafter(draft, model, self.residency, self.config.multi_model)
+        request = Request(
+            model=model,
+            tokens=ids,
+            max_new_tokens=max_new_tokens,
+            stop_ids=frozenset(hosted.tokenizer.stop_ids) if stop_at_eos else frozenset(),
+            pages=PageList(self.arena, hosted.layout),
+            drafter=drafter,
+            draft_pages=PageList(self.arena, self.residency[drafter].layout) if drafter else None,
+        )
+        self.lane.submit(request)
+        return request
+
+    def run(self) -> None:
+        """Work until no request is left."""
+        while self.lane.turn():
+            pass
+
+    def wait(self, request: Request) -> None:
+        """Work until this request is over; raise what it failed with."""
+        while not request.is_over:
+            self.lane.turn()
+        if request.error is not None:
+            raise request.error
+
+    def _pieces(self, request: Request) -> Iterator[str]:
+        text = self.residency[request.model].tokenizer.decode_stream(continues=True)
+        sent = 0
+        try:
+            yield ""
+            while True:
+                is_over = request.is_over  # before looking at the tokens: none come after it
+                shown = _shown(request)
+                for token in shown[sent:]:
+                    if piece := text.push(token):
+                        yield piece
+                sent = len(shown)
+                if is_over:
+                    break
+                if sent == len(_shown(request)):
+                    self.lane.turn()
+            if request.error is not None:
+                raise request.error
+            if piece := text.flush():
+                yield piece
+        finally:
+            self.lane.cancel(request)
+
+    def output(self, request: Request) -> Output:
+        """The result of a request that is over."""
+        if not request.is_over:
+            raise InvalidRequest("output: the request is still running; wait for it first")
+        hosted = self.residency[request.model]
+        return Output(
+            model=request.model,
+            prompt_ids=request.tokens[: request.num_prompt],
+            tokens=request.output,
+            text=_text(hosted.tokenizer, _shown(request)),
+            finish_reason=request.finish_reason,
+            metrics=_metrics(request),
+            receipt=self.receipt(request.model),
+        )
+
+    def receipt(self, model: str) -> dict[str, str]:
+        """The facts that decide bits, and their digest."""
+        hosted = self.residency[model]
+        schemes = sorted({matrix.scheme for matrix in hosted.plan.matrices.values()})
+        facts = {
+            "backend": f"cpu {torch.backends.cpu.get_cpu_capability()} {platform.machine()}",
+            "schemes": ",".join(schemes + hosted.notes),
+            "weights": hosted.plan.weights,
+            "threads": str(torch.get_num_threads()),
+            "kv_dtype": "float32",
+            "torch": torch.__version__,
+        }
+        return facts | {"policy": POLICY.digest(**facts)}
+
+    def session(self, model: str) -> Session:
+        """An empty sequence in the caller's hands."""
+        self.lane.check_open()
+        return Session(self.lane, model)
+
+    # ---- what there is
+
+    def table(self) -> Table:
+        """One row a model."""
+        rows = []
+        for name, hosted in self.residency.hosted.items():
+            is_in = hosted.model is not None
+            schemes = sorted({m.scheme for m in hosted.plan.matrices.values()})
+            rows.append(
+                {
+                    "model": name,
+                    "arch": hosted.config.arch,
+                    "layers": hosted.config.num_layers,
+                    "params": hosted.config.num_params,
+                    "weights": hosted.plan.weights,
+                    "computed": "+".join(schemes),
+                    "bytes": hosted.plan.nbytes,
+                    "state": "memory" if is_in else "disk",
+                    "pinned": is_in and self.residency.pool[name].pinned,
+                    "row_by_row": list(hosted.notes),
+                    "requests": sum(r.model == name for r in self.lane.live),
+                }
+            )
+        return Table(rows)
+
+    def max_concurrent_decode(self) -> int:
+        """Decode steps that overlapped in time, from the recorded intervals."""
+        return max_concurrent(self.events.of("decode"))
+
+    def close(self) -> None:
+        """Fail what is running, give all memory back."""
+        self.lane.close()
+        with self.lane.lock:
+            for name in list(self.residency.hosted):
+                self.residency.remove(name)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelHandle:
+    """What `eng[name]` shows of a hosted model."""
+
+    hosted: Hosted
+
+    @property
+    def name(self) -> str:
+        return self.hosted.name
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.hosted.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.hosted.tokenizer
+
+    @property
+    def nbytes(self) -> int:
+        return self.hosted.plan.nbytes
+
+    @property
+    def vocab_digest(self) -> str:
+        return self.hosted.vocab_digest
+
+    @property
+    def band_digests(self) -> tuple[str, ...]:
+        return self.hosted.band_digests
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows as dicts; printed, a table."""
+
+    rows: list[dict[str, Any]]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no models"
+        cells = [[key.upper() for key in self.rows[0]]]
+        for row in self.rows:
+            shown = row | {"bytes": format_bytes(row["bytes"]), "params": f"{row['params'] / 1e6:.0f}M"}
+            cells.append([", ".join(v) or "-" if isinstance(v, list) else str(v) for v in shown.values()])
+        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+        return "\n".join(
+            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in cells
+        )
+
+
+def _bytes(name: str, size: int | str | None, default: int) -> int:
+    if size is None:
+        return default
+    try:
+        return parse_bytes(size)
+    except ValueError as error:
+        raise InvalidRequest(f"{name}: {error}") from None
+
+
+def _prompt_ids(
+    hosted: Hosted,
+    prompt: str | None,
+    prompt_ids: Sequence[int] | None,
+    messages: Sequence[Mapping[str, str]] | None,
+) -> list[int]:
+    given = [
+        name
+        for name, value in (("prompt", prompt), ("prompt_ids", prompt_ids), ("messages", messages))
+        if value is not None
+    ]
+    if len(given) != 1:
+        raise InvalidRequest(f"expected exactly one of prompt, prompt_ids and messages, got {given or 'none'}")
+    if prompt_ids is not None:
+        return list(prompt_ids)
+    if messages is not None:
+        return hosted.tokenizer.apply_chat_template(messages)
+    assert prompt is not None
+    return hosted.tokenizer.encode(prompt)
+
+
+def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """What streaming these ids would have shown."""
+    stream = tokenizer.decode_stream(continues=True)
+    return "".join(map(stream.push, ids)) + stream.flush()
+
+
+def _shown(request: Request) -> list[int]:
+    """Output tokens without the stop token that ended them."""
+    output = request.output
+    return output[:-1] if output and output[-1] in request.stop_ids else output
+
+
+def _metrics(request: Request) -> Metrics:
+    count = len(request.output)
+    seconds = max(request.finished - request.first_token, 0.0) if request.first_token else 0.0
+    forwards = request.num_forwards
+    return Metrics(
+        time_to_first_token=(request.first_token or time.perf_counter()) - request.submitted,
+        decode_seconds=seconds,
+        tokens_per_second=(count - 1) / seconds if count > 1 and seconds else 0.0,
+        num_prompt_tokens=request.num_prompt,
+        num_output_tokens=count,
+        num_target_forwards=forwards,
+        num_drafted=request.num_drafted,
+        num_accepted=request.num_accepted,
+        draft_acceptance_rate=request.num_accepted / request.num_drafted if request.num_drafted else 0.0,
+        mean_acceptance_length=(count - 1) / forwards if forwards else 0.0,
+        acceptance_histogram=tuple(request.acceptance_histogram),
+    )
+
+
+__all__ = ["Engine", "Metrics", "ModelHandle", "Output", "Table", "Verdict"]

@@ -1,0 +1,223 @@
+"""One decoder forward for prefill, decode and verify: (weights, pages, tokens) -> logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csrc_triton.attention import PageTable, paged_attention
+from csrc_triton.cpu import Workspace
+from csrc_triton.fused import RopeTable, rmsnorm, rope_table, swiglu
+from csrc_triton.pages import KVLayout, append_kv
+from csrc_triton.qmatmul import matmul
+from csrc_triton.quant import QTensor, take_rows
+from polymodel.config import PAGE_TOKENS, ModelConfig, RopeConfig
+from polymodel.kv import Arena, PageList, pack_tables
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block's weights; vectors float32, matrices packed for the device."""
+
+    attn_norm: Tensor  # [hidden]
+    qkv: QTensor  # [(heads + 2 kv heads) * head_dim, hidden]
+    qkv_bias: Tensor | None  # [(heads + 2 kv heads) * head_dim]
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    o: QTensor  # [hidden, heads * head_dim]
+    post_attn_norm: Tensor | None  # [hidden]
+    mlp_norm: Tensor  # [hidden]
+    gate_up: QTensor  # [2 * intermediate, hidden]: all gate rows, then all up rows
+    down: QTensor  # [hidden, intermediate]
+    post_mlp_norm: Tensor | None  # [hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    config: ModelConfig
+    embed: QTensor  # [vocab, hidden], storage layout
+    layers: list[Layer]
+    norm: Tensor  # [hidden]
+    head: QTensor  # [vocab, hidden], packed
+    ropes: list[RopeTable]  # one a layer; layers of one base share theirs
+    layout: KVLayout
+
+    def weights(self) -> Iterator[tuple[str, QTensor]]:
+        """The packed matrices with their names."""
+        for i, layer in enumerate(self.layers):
+            for name in ("qkv", "o", "gate_up", "down"):
+                yield f"layers.{i}.{name}", getattr(layer, name)
+        yield "head", self.head
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """The rows of one forward: for each sequence its pages and the tokens to append to them."""
+
+    lists: Sequence[PageList]
+    ids: Sequence[Sequence[int]]
+    wanted: str = "last"  # logits of each sequence's last row, of "all" rows, or "none"
+
+
+@torch.inference_mode()
+def forward(
+    model: Model,
+    arena: Arena,
+    panel: Panel,
+    on_layer: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Store the panel's tokens in their pages and return logits [rows wanted, vocab] float32.
+
+    Pages are reserved before and committed after all layers, so an error leaves every list's length as it was.
+    """
+    config, counts = model.config, [len(ids) for ids in panel.ids]
+    for pages, count in zip(panel.lists, counts, strict=True):
+        pages.reserve(count)
+    place = _place(panel, counts, arena.workspace(model.layout))
+    x = take_rows(model.embed, place.ids)
+    if config.embed_scale != 1.0:
+        x = x.mul_(config.embed_scale)
+    for i, layer in enumerate(model.layers):
+        x = _attention(x, i, layer, model, arena, place)
+        x = _mlp(x, layer, config)
+        if on_layer is not None:
+            on_layer(i + 1, len(model.layers))
+    for pages, count in zip(panel.lists, counts, strict=True):
+        pages.commit(count)
+    if panel.wanted == "none":
+        return x.new_empty(0, config.vocab_size)
+    if panel.wanted == "last":
+        x = x[place.last]
+    return matmul(rmsnorm(x, model.norm, config.norm_eps), model.head)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the panel's rows stand: computed once, read by every layer."""
+
+    ids: Tensor  # [T] int64
+    position: Tensor  # [T] int32
+    page: Tensor  # [T] int32
+    slot: Tensor  # [T] int32
+    cu_rows: Tensor  # [B + 1] int32
+    last: Tensor  # [B] int64
+    tables: PageTable
+    space: Workspace
+
+
+def _place(panel: Panel, counts: list[int], space: Workspace) -> _Place:
+    position: list[int] = []
+    page: list[int] = []
+    for pages, count in zip(panel.lists, counts, strict=True):
+        steps = range(pages.length, pages.length + count)
+        position += steps
+        page += [pages.pages[p // PAGE_TOKENS] for p in steps]
+    pos = torch.tensor(position, dtype=torch.int32)
+    ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return _Place(
+        ids=torch.tensor([token for ids in panel.ids for token in ids], dtype=torch.int64),
+        position=pos,
+        page=torch.tensor(page, dtype=torch.int32),
+        slot=pos % PAGE_TOKENS,
+        cu_rows=ends,
+        last=ends[1:].long() - 1,
+        tables=pack_tables(panel.lists, counts),
+        space=space,
+    )
+
+
+def _attention(x: Tensor, i: int, layer: Layer, model: Model, arena: Arena, place: _Place) -> Tensor:
+    config = model.config
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    rows = x.shape[0]
+    h = rmsnorm(x, layer.attn_norm, config.norm_eps)
+    qkv = matmul(h, layer.qkv, bias=layer.qkv_bias).view(rows, heads + 2 * kv_heads, dim)
+    q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = (_head_norm(t, w, config.norm_eps) for t, w in ((q, layer.q_norm), (k, layer.k_norm)))
+    rope = model.ropes[i]
+    append_kv(k, v, arena.bytes, model.layout, i, place.page, place.slot, place.slot, rope, workspace=place.space)
+    y = paged_attention(
+        q,
+        arena.bytes,
+        model.layout,
+        i,
+        place.tables,
+        place.cu_rows,
+        place.position,
+        rope,
+        scale=config.scale,
+        window=config.layer_window(i),
+        workspace=place.space,
+    )
+    y = y.view(rows, heads * dim)
+    if layer.post_attn_norm is None:
+        return matmul(y, layer.o, residual=x)
+    return rmsnorm(matmul(y, layer.o), layer.post_attn_norm, config.norm_eps).add_(x)
+
+
+def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, heads, head_dim], normed head by head."""
+    return rmsnorm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+
+
+def _mlp(x: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
+    h = rmsnorm(x, layer.mlp_norm, config.norm_eps)
+    h = swiglu(matmul(h, layer.gate_up), config.activation, block=config.intermediate_size)
+    if layer.post_mlp_norm is None:
+        return matmul(h, layer.down, residual=x)
+    return rmsnorm(matmul(h, layer.down), layer.post_mlp_norm, config.norm_eps).add_(x)
+
+
+def rope_tables(config: ModelConfig, max_position: int) -> list[RopeTable]:
+    """Each layer's rotations for positions 0..max_position."""
+    made: dict[RopeConfig, RopeTable] = {}
+    for i in range(config.num_layers):
+        rope = config.layer_rope(i)
+        if rope not in made:
+            freq = inverse_frequencies(rope, config.head_dim)
+            made[rope] = rope_table(freq, max_position, factor=rope.attention_factor)
+    return [made[config.layer_rope(i)] for i in range(config.num_layers)]
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> list[float]:
+    """Radians per token of each pair, float64.
+
+    theta^(-2j/D) (Su et al. 2021); llama3 scaling as in Llama 3.1's reference code; YaRN: Peng et al. 2023, eq. 23.
+    """
+    freq = [rope.theta ** (-2 * j / head_dim) for j in range(head_dim // 2)]
+    if rope.kind == "linear":
+        return [f / rope.factor for f in freq]
+    if rope.kind == "llama3":
+        return [_llama3(f, rope) for f in freq]
+    if rope.kind == "yarn":
+        return _yarn(freq, rope, head_dim)
+    return freq
+
+
+def _llama3(freq: float, rope: RopeConfig) -> float:
+    """Long wavelengths are stretched by the factor, short ones kept, those between blended."""
+    turns = rope.original_context * freq / (2 * math.pi)
+    if turns < rope.low_freq_factor:
+        return freq / rope.factor
+    if turns > rope.high_freq_factor:
+        return freq
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return (1 - smooth) * freq / rope.factor + smooth * freq
+
+
+def _yarn(freq: list[float], rope: RopeConfig, head_dim: int) -> list[float]:
+    def pair_with(turns: float) -> float:
+        return head_dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = (high - low) or 0.001
+    blend = [min(max((j - low) / width, 0.0), 1.0) for j in range(len(freq))]
+    return [f / rope.factor * b + f * (1 - b) for f, b in zip(freq, blend, strict=True)]
