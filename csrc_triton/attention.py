@@ -75,18 +75,26 @@ def paged_attention(
             f"paged_attention: q is {tuple(q.shape)}, "
             f"expected [T, a multiple of {layout.num_kv_heads}, {layout.head_dim}]"
         )
-    if cu_rows.numel() != table.n.numel() + 1 or int(cu_rows[-1]) != q.shape[0] or row_pos.numel() != q.shape[0]:
-        raise ValueError(
-            f"paged_attention: {table.n.numel()} sequences and {q.shape[0]} rows need cu_rows of {table.n.numel() + 1} "
-            f"ending at {q.shape[0]} and as many positions; got {cu_rows.tolist()} and {row_pos.numel()}"
-        )
+    if workspace is None or "rows checked" not in workspace:
+        _check_rows(q.shape[0], table, cu_rows, row_pos)
+        if workspace is not None:
+            workspace["rows checked"] = True
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: window must be at least 1, got {window}")
     view = layer_view(arena, layout, layer, workspace)
-    return cpu.on_cpu(
-        "paged_attention", cpu.paged_attention_cpu, q, view, table, cu_rows, row_pos, rope,
-        scale=scale, window=window, workspace=workspace,
-    )  # fmt: skip
+    cpu.refuse_device("paged_attention", q)
+    return cpu.paged_attention_cpu(
+        q, view, table, cu_rows, row_pos, rope, scale=scale, window=window, workspace=workspace
+    )
+
+
+def _check_rows(num_rows: int, table: PageTable, cu_rows: Tensor, row_pos: Tensor) -> None:
+    num_seqs = table.n.numel()
+    if cu_rows.numel() != num_seqs + 1 or int(cu_rows[-1]) != num_rows or row_pos.numel() != num_rows:
+        raise ValueError(
+            f"paged_attention: {num_seqs} sequences and {num_rows} rows need cu_rows of {num_seqs + 1} "
+            f"ending at {num_rows} and as many positions; got {cu_rows.tolist()} and {row_pos.numel()}"
+        )
 
 
 def paged_attention_ref(

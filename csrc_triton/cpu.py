@@ -25,7 +25,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -49,12 +49,7 @@ PANEL = (16, 512)  # FBGEMM pads N and K of half-precision panels to multiples o
 INT8_MAX = 127
 EXACT_K = 1040  # 127 * 127 * K stays below 2^24, so float32 sums of int8 products are exact integers
 PROBE_ROWS = (1, 2, 15, 16, 17, 33, 64)
-_half_pack = torch.ops.quantized.linear_prepack_fp16
-_half_mm = torch.ops.quantized.linear_dynamic_fp16
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-
-Result = TypeVar("Result")
 
 
 def refuse_grad(name: str, *tensors: Tensor | None) -> None:
@@ -63,11 +58,10 @@ def refuse_grad(name: str, *tensors: Tensor | None) -> None:
         raise ValueError(f"{name}: an input requires grad, but there is no backward; use torch.no_grad()")
 
 
-def on_cpu(name: str, function: Callable[..., Result], first: Tensor, *args: Any, **kwargs: Any) -> Result:
-    """Run the CPU form of an operation, or say that this device has none."""
-    if first.device.type != "cpu":
-        raise ValueError(f"{name}: no kernel for {first.device} in this version; move the tensors to the CPU")
-    return function(first, *args, **kwargs)
+def refuse_device(name: str, tensor: Tensor) -> None:
+    """This version has kernels for the CPU alone."""
+    if not tensor.is_cpu:
+        raise ValueError(f"{name}: no kernel for {tensor.device} in this version; move the tensors to the CPU")
 
 
 # ---- packed weights ----------------------------------------------------------------------------------
@@ -78,8 +72,13 @@ class HalfPanels:
 
     def __init__(self, weight: Tensor) -> None:
         rows, cols = weight.shape
-        self.handle = _half_pack(weight, None)
+        self.handle = torch.ops.quantized.linear_prepack_fp16(weight, None)
         self.nbytes = half_nbytes(rows, cols)
+
+
+def _half_mm(x: Tensor, handle: Any) -> Tensor:
+    y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, handle)
+    return y
 
 
 def half_nbytes(rows: int, cols: int) -> int:
@@ -208,9 +207,16 @@ def exact_segments(k: int) -> list[tuple[int, int]]:
 # ---- what this machine's torch holds still -----------------------------------------------------------
 
 
+def has_half_panels() -> bool:
+    """Whether this torch build multiplies half-precision panels at all (x86 builds with FBGEMM do)."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
 @functools.cache
 def has_fast_int8() -> bool:
     """Whether torch._int_mm beats half panels here. Both give the same integers, so speed may decide."""
+    if not has_half_panels():
+        return True
     gen = torch.Generator().manual_seed(0)
     x = torch.randint(-127, 128, (64, 512), dtype=torch.int8, generator=gen)
     w = torch.randint(-127, 128, (512, 512), dtype=torch.int8, generator=gen)
@@ -236,6 +242,8 @@ def half_row_counts(threads: int) -> tuple[int, ...]:
 
     FBGEMM cuts the rows of a call into kernels of a few rows; those of one or two rows sum in another order.
     """
+    if not has_half_panels():
+        return ()
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(384, 320, generator=gen)
     panels = HalfPanels(torch.randn(96, 320, generator=gen)).handle
@@ -370,10 +378,10 @@ def quantize_rows_cpu(x: Tensor) -> tuple[Tensor, Tensor]:
 
     A row of zeros, or so small that 127 over its largest is no float32, has integers 0.
     """
-    largest = torch.linalg.vector_norm(x, math.inf, dim=1, keepdim=True)
+    largest = torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_())
     inverse = INT8_MAX / largest
     inverse.masked_fill_(inverse == math.inf, 0.0)
-    return torch.mul(x, inverse).round_().clamp_(-INT8_MAX, INT8_MAX), largest.div_(INT8_MAX)
+    return torch.mul(x, inverse).round_(), largest.div_(INT8_MAX)
 
 
 def _mm_w8a8(x: Tensor, parts: Any) -> Tensor:
@@ -412,7 +420,8 @@ def rmsnorm_cpu(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None =
     """x [..., K] float32 -> x / rms(x) * weight, over the last dim."""
     if residual is not None:
         x = x + residual
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    scale = torch.mul(x, x).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return torch.mul(x, scale).mul_(weight)
 
 
 def split_gate_up(gate_up: Tensor, block: int) -> tuple[Tensor, Tensor]:

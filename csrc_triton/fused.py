@@ -62,7 +62,8 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = Non
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"rmsnorm: residual {tuple(residual.shape)} must have x's shape {tuple(x.shape)}")
     cpu.refuse_grad("rmsnorm", x, weight, residual)
-    return cpu.on_cpu("rmsnorm", cpu.rmsnorm_cpu, x, weight, eps, residual)
+    cpu.refuse_device("rmsnorm", x)
+    return cpu.rmsnorm_cpu(x, weight, eps, residual)
 
 
 def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -81,7 +82,8 @@ def swiglu(gate_up: Tensor, activation: str = "silu", block: int = 64) -> Tensor
     if gate_up.ndim != 2 or gate_up.shape[1] % 2:
         raise ValueError(f"swiglu: gate_up must be [M, 2F], got {tuple(gate_up.shape)}")
     cpu.refuse_grad("swiglu", gate_up)
-    return cpu.on_cpu("swiglu", cpu.swiglu_cpu, gate_up, activation, block)
+    cpu.refuse_device("swiglu", gate_up)
+    return cpu.swiglu_cpu(gate_up, activation, block)
 
 
 def swiglu_ref(gate_up: Tensor, activation: str = "silu", block: int = 64) -> Tensor:
@@ -98,7 +100,8 @@ def argmax(logits: Tensor) -> Tensor:
     if logits.ndim != 2 or logits.shape[1] == 0:
         raise ValueError(f"argmax: logits must be [M, V] with V > 0, got {tuple(logits.shape)}")
     cpu.refuse_grad("argmax", logits)
-    return cpu.on_cpu("argmax", cpu.argmax_cpu, logits)
+    cpu.refuse_device("argmax", logits)
+    return cpu.argmax_cpu(logits)
 
 
 def argmax_ref(logits: Tensor) -> Tensor:

@@ -103,7 +103,8 @@ def append_kv(
             f"page_id's shape {tuple(page_id.shape)}"
         )
     view = layer_view(arena, layout, layer, workspace)
-    cpu.on_cpu("append_kv", cpu.append_kv_cpu, k, v, view, page_id, store_slot, rot_slot, rope, workspace)
+    cpu.refuse_device("append_kv", k)
+    cpu.append_kv_cpu(k, v, view, page_id, store_slot, rot_slot, rope, workspace)
 
 
 def append_kv_ref(k: Tensor, v: Tensor, rot_slot: Tensor, rope: RopeTable) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,55 @@
+"""Seed 0 and two threads for every test; the demo model where it is at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from polymodel.checkpoint import resolve
+from polymodel.errors import FetchFailed
+
+DEFAULT_THREADS = 2  # what continuous integration has
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-demo-model",
+        action="store_true",
+        help="fail, not skip, where the weights of `polymodel pull smollm2` are absent",
+    )
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """torch's thread count during a test; parametrise it indirectly (checks.ANY_THREADS) for others."""
+    count, before = getattr(request, "param", DEFAULT_THREADS), torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield count
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """New uninitialised memory holds NaN, so that reading it shows."""
+    torch.set_deterministic_debug_mode("error")
+    yield
+    torch.set_deterministic_debug_mode("default")
+
+
+@pytest.fixture(scope="session")
+def demo_model_path(request: pytest.FixtureRequest) -> Path:
+    """The pulled SmolLM2 file; mark tests that ask for it `demo_model`."""
+    try:
+        return resolve("smollm2")
+    except FetchFailed as error:
+        if request.config.getoption("--require-demo-model"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))

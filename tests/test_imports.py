@@ -1,0 +1,141 @@
+"""Who imports whom, what an import loads and costs, and that nothing reads the environment: read from the source."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ORDER = {
+    "csrc_triton": "quant cpu fused pages attention qmatmul qgemm",
+    "polymodel": """
+        errors events ledger config header gguf safetensors checkpoint chat_template tokenizer_spec tokenizer
+        kv model share pool schedule residency sequence accept sample prefill draft control lane session
+        engine pull console demo selfcheck cli
+    """,
+}
+FILES = [(package, name) for package, names in ORDER.items() for name in names.split()]
+NO_TORCH = ["errors", "events", "ledger", "pool", "schedule", "accept"]
+SWITCH = "POLYMODEL"  # the one documented environment variable
+HEAVY = ["torch", "triton", "tokenizers", "jinja2", "transformers", "gguf", "numpy", "rich", "typer"]
+
+
+def tree_of(package: str, name: str) -> ast.Module:
+    return ast.parse((ROOT / package / f"{name}.py").read_text())
+
+
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node that runs; what only a type checker reads is left out."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            for other in child.orelse:
+                yield other
+                yield from nodes(other)
+            continue
+        yield child
+        yield from nodes(child)
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Modules named in imports, those inside functions too."""
+    found = set()
+    for node in nodes(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_every_file_has_its_place_in_the_order() -> None:
+    for package in ORDER:
+        there = {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__"}
+        assert there == {name for p, name in FILES if p == package}
+
+
+@pytest.mark.parametrize(("package", "name"), FILES, ids=lambda part: part)
+def test_a_file_imports_only_from_lines_above(package: str, name: str) -> None:
+    above = ORDER[package].split()
+    above = above[: above.index(name)]
+    for module in imported(tree_of(package, name)):
+        top, _, rest = module.partition(".")
+        target = rest.partition(".")[0]
+        if top == "polymodel":
+            assert package == "polymodel", f"{name} imports {module}: kernels know nothing of polymodel"
+            assert target in above or (name == "cli" and target == ""), f"{name} imports {module}"
+        elif top == "csrc_triton" and package == "csrc_triton":
+            assert target in above, f"{name} imports {module}"
+        assert top not in ("tests", "bench", "tools")
+
+
+@pytest.mark.parametrize("name", NO_TORCH)
+def test_pure_files_know_no_torch(name: str) -> None:
+    seen, todo = set(), [name]
+    while todo:
+        current = todo.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        for module in imported(tree_of("polymodel", current)):
+            assert module.partition(".")[0] not in ("torch", "numpy", "triton", "csrc_triton"), f"{current}: {module}"
+            if module.startswith("polymodel."):
+                todo.append(module.split(".")[1])
+
+
+def test_nothing_reads_the_environment_but_the_switch() -> None:
+    reads = []
+    for path in sorted(path for package in ORDER for path in (ROOT / package).glob("*.py")):
+        for node in nodes(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "os":
+                reads += [(path.name, alias.name) for alias in node.names if "env" in alias.name]
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "getenvb"):
+                reads.append((path.name, node.attr))
+    assert reads in ([], [("engine.py", "environ")])
+    if reads:
+        assert f'os.environ.get("{SWITCH}"' in (ROOT / "polymodel" / "engine.py").read_text()
+
+
+def loaded_by(module: str) -> set[str]:
+    code = f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(json.loads(done.stdout))
+
+
+def test_importing_polymodel_loads_nothing_heavy() -> None:
+    assert not loaded_by("polymodel") & set(HEAVY)
+    assert not loaded_by("csrc_triton") & set(HEAVY)
+
+
+def test_importing_the_engine_loads_what_a_forward_needs_and_no_more() -> None:
+    loaded = loaded_by("polymodel.engine")
+    assert "torch" in loaded
+    assert not loaded & (set(HEAVY) - {"torch", "numpy"})
+
+
+def test_importing_the_cli_loads_no_torch() -> None:
+    assert not loaded_by("polymodel.cli") & {"torch", "triton", "tokenizers", "numpy"}
+
+
+def test_import_adds_little_to_torch() -> None:
+    code = "import torch, time; t = time.perf_counter(); import polymodel.engine; print(time.perf_counter() - t)"
+    added = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+        added.append(float(done.stdout))
+    assert min(added) < 0.3
+
+
+def test_import_asks_for_no_gpu() -> None:
+    code = (
+        "import torch; torch.cuda.is_available = torch.cuda.device_count = lambda: 1 / 0\n"
+        "import polymodel.engine, csrc_triton.cpu, csrc_triton.qmatmul, csrc_triton.attention"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})

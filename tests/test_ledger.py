@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+
+from polymodel.ledger import Ledger, format_bytes, parse_bytes
+
+
+def test_totals_are_the_sum_of_what_owners_hold() -> None:
+    ledger = Ledger()
+    ledger.set("weights", "a", 100)
+    ledger.set("weights", "b", 20)
+    ledger.set("kv", "a", 3)
+    assert ledger.of("weights") == {"a": 100, "b": 20} and ledger.of("kv") == {"a": 3}
+    assert (ledger.total("weights"), ledger.total("kv"), ledger.total()) == (120, 3, 123)
+
+
+def test_stating_again_replaces_and_zero_strikes_out() -> None:
+    ledger = Ledger()
+    ledger.set("weights", "a", 100)
+    ledger.set("weights", "a", 60)
+    assert ledger.total() == 60
+    ledger.set("weights", "a", 0)
+    ledger.set("weights", "never", 0)
+    assert ledger.of("weights") == {} and ledger.total() == 0
+
+
+def test_less_than_nothing_is_refused() -> None:
+    ledger = Ledger()
+    ledger.set("kv", "arena", 5)
+    with pytest.raises(ValueError, match="kv of 'arena' cannot be -1 bytes"):
+        ledger.set("kv", "arena", -1)
+    assert ledger.total() == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("24GiB", 24 << 30),
+        ("1.5 GB", 1_500_000_000),
+        (" 2 kib ", 2048),
+        ("0.5MiB", 1 << 19),
+        ("7B", 7),
+        ("3KB", 3000),
+        ("1e3", 1000),
+    ],
+)
+def test_sizes(text: int | str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "12 parsecs", "1.2.3MB", "inf", "nan GiB", "1 TiB x"])
+def test_what_is_no_size_says_so(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_bytes(text)
+
+
+def test_sizes_are_shown_in_the_largest_unit_below() -> None:
+    shown = [format_bytes(n) for n in (0, 1023, 1024, 1536, 5 << 20, 3 << 30, 2000 << 30)]
+    assert shown == ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "5.0 MiB", "3.00 GiB", "2000.00 GiB"]
