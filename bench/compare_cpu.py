@@ -10,7 +10,9 @@ package), polymodel the q8 and w8a8 forms. Each number is the best of the repeti
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -21,6 +23,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+LLAMA = "llama.cpp Q8_0"
+KINDS = ("decode", "prefill")
 PROMPT_TOKENS, PREFILL_TOKENS, DECODE_TOKENS = 16, 512, 64
 TARGETS = {("q8", "decode"): 0.5, ("q8", "prefill"): 0.7, ("w8a8", "decode"): 0.65, ("w8a8", "prefill"): 1.8}
 
@@ -55,17 +59,21 @@ def requantise(source: Path, target: Path) -> Path:
     return target
 
 
-def llama_cpp(path: Path, threads: int) -> dict[str, Callable[[], float]]:
+def llama_cpp(path: str, threads: int) -> Callable[[str], float]:
     """Tokens per second of llama.cpp, by its own timings."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
-    params.model.path = str(path)
+    params.model.path = path
     params.n_ctx, params.n_parallel = 1024, 1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(params)
 
-    def run(num_prompt: int, num_new: int, timing: str) -> float:
+    def run(kind: str) -> float:
+        num_prompt, num_new, timing = {
+            "prefill": (PREFILL_TOKENS, 1, "prompt_per_second"),
+            "decode": (PROMPT_TOKENS, DECODE_TOKENS, "predicted_per_second"),
+        }[kind]
         request = {
             "prompt": list(range(1000, 1000 + num_prompt)),
             "n_predict": num_new,
@@ -75,23 +83,51 @@ def llama_cpp(path: Path, threads: int) -> dict[str, Callable[[], float]]:
         }
         return float(server.handle_completions(request)["timings"][timing])
 
-    return {
-        "prefill": lambda: run(PREFILL_TOKENS, 1, "prompt_per_second"),
-        "decode": lambda: run(PROMPT_TOKENS, DECODE_TOKENS, "predicted_per_second"),
-    }
+    return run
 
 
-def ours(engine: Any, name: str) -> dict[str, Callable[[], float]]:
+def ours(path: str, threads: int, weights: str) -> Callable[[str], float]:
     """Tokens per second of polymodel, by the request's own metrics."""
+    import polymodel as pm
 
-    def run(num_prompt: int, num_new: int) -> Any:
+    engine = pm.Engine(config=pm.EngineConfig(threads=threads))
+    engine.add("model", path, weights=weights)
+
+    def run(kind: str) -> float:
+        num_prompt, num_new = {"prefill": (PREFILL_TOKENS, 1), "decode": (PROMPT_TOKENS, DECODE_TOKENS + 1)}[kind]
         ids = list(range(1000, 1000 + num_prompt))
-        return engine.generate(name, prompt_ids=ids, max_new_tokens=num_new, stop_at_eos=False).metrics
+        metrics = engine.generate("model", prompt_ids=ids, max_new_tokens=num_new, stop_at_eos=False).metrics
+        return num_prompt / metrics.time_to_first_token if kind == "prefill" else metrics.tokens_per_second
 
-    return {
-        "prefill": lambda: PREFILL_TOKENS / run(PREFILL_TOKENS, 1).time_to_first_token,
-        "decode": lambda: run(PROMPT_TOKENS, DECODE_TOKENS + 1).tokens_per_second,
-    }
+    return run
+
+
+def work(side: str, path: str, threads: int) -> None:
+    """A side in a process of its own: kinds come in on stdin, one a line, tokens per second go out."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # llama.cpp writes its log to stdout
+    run = llama_cpp(path, threads) if side == LLAMA else ours(path, threads, side)
+    for line in sys.stdin:
+        print(run(line.strip()), file=answers, flush=True)
+
+
+def start(side: str, path: Path, threads: int) -> Callable[[str], float]:
+    """Two runtimes in one process would share, and fight over, one pool of threads."""
+    command = [sys.executable, __file__, "--worker", side, str(path), str(threads)]
+    pipe = subprocess.PIPE
+    worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+    assert worker.stdin is not None and worker.stdout is not None
+    atexit.register(worker.kill)
+    into, out = worker.stdin, worker.stdout
+
+    def ask(kind: str) -> float:
+        print(kind, file=into, flush=True)
+        answer = out.readline()
+        if not answer:
+            raise SystemExit(f"the {side} worker died; try `{' '.join(command)}` by hand")
+        return float(answer)
+
+    return ask
 
 
 def load_and_peak(path: Path) -> dict[str, float]:
@@ -101,7 +137,9 @@ def load_and_peak(path: Path) -> dict[str, float]:
         "best = 1e9\n"
         "for _ in range(3):\n"
         "    with pm.Engine() as eng:\n"
-        "        start = time.perf_counter(); eng.add('m', sys.argv[1]); best = min(best, time.perf_counter() - start)\n"
+        "        start = time.perf_counter()\n"
+        "        eng.add('m', sys.argv[1])\n"
+        "        best = min(best, time.perf_counter() - start)\n"
         "        eng.generate('m', 'Hello', max_new_tokens=16); ledger = eng.ledger.total()\n"
         "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "print(json.dumps({'load_seconds': best, 'peak_bytes': peak, 'ledger_bytes': ledger}))\n"
@@ -110,13 +148,13 @@ def load_and_peak(path: Path) -> dict[str, float]:
     return dict(json.loads(out.stdout.splitlines()[-1]))
 
 
-def measure(sides: dict[str, dict[str, Callable[[], float]]], repetitions: int) -> dict[str, dict[str, list[float]]]:
+def measure(sides: dict[str, Callable[[str], float]], repetitions: int) -> dict[str, dict[str, list[float]]]:
     """Every side and kind in turn, again and again; the first round warms up and is dropped."""
-    seen: dict[str, dict[str, list[float]]] = {side: {kind: [] for kind in kinds} for side, kinds in sides.items()}
+    seen: dict[str, dict[str, list[float]]] = {side: {kind: [] for kind in KINDS} for side in sides}
     for round_ in range(repetitions + 1):
-        for kind in ("decode", "prefill"):
-            for side, kinds in sides.items():
-                value = kinds[kind]()
+        for kind in KINDS:
+            for side, run in sides.items():
+                value = run(kind)
                 if round_:
                     seen[side][kind].append(value)
         print(f"\r{round_}/{repetitions} rounds", end="", file=sys.stderr, flush=True)
@@ -129,27 +167,24 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--weights", nargs="+", default=["q8", "w8a8", "file", "q4"])
     parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--worker", nargs=3, metavar=("SIDE", "PATH", "THREADS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.worker:
+        return work(args.worker[0], args.worker[1], int(args.worker[2]))
 
     import torch
 
-    import polymodel as pm
     from polymodel.checkpoint import cache_dir, resolve
 
-    path = resolve("smollm2")
+    path, threads = resolve("smollm2"), torch.get_num_threads()
     facts = load_and_peak(path)
-    q8_0 = requantise(path, cache_dir() / "smollm2-q8_0.gguf")
-    with pm.Engine(budget="4GiB") as engine:
-        for weights in args.weights:
-            engine.add(weights, path, weights=weights)
-        sides = {"llama.cpp Q8_0": llama_cpp(q8_0, torch.get_num_threads())}
-        sides |= {weights: ours(engine, weights) for weights in args.weights}
-        seen = measure(sides, args.repetitions)
-
+    sides = {LLAMA: start(LLAMA, requantise(path, cache_dir() / "smollm2-q8_0.gguf"), threads)}
+    sides |= {weights: start(weights, path, threads) for weights in args.weights}
+    seen = measure(sides, args.repetitions)
     result: dict[str, Any] = {
         "command": " ".join(["python", "bench/compare_cpu.py", *sys.argv[1:]]),
         "machine": _cpu_name(),
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "versions": {name: version(name) for name in ("torch", "xllamacpp")} | {"python": platform.python_version()},
         "date": time.strftime("%Y-%m-%d"),
@@ -157,7 +192,7 @@ def main() -> None:
         "load": facts,
         "rows": [],
     }
-    base = seen["llama.cpp Q8_0"]
+    base = seen[LLAMA]
     print(f"{'side':16} {'kind':8} {'tok/s':>8} {'spread':>7} {'x llama.cpp':>12} {'target':>7}")
     for side, kinds in seen.items():
         for kind, values in kinds.items():
@@ -168,10 +203,9 @@ def main() -> None:
                 {"side": side, "kind": kind, "tokens_per_second": best, "spread": spread, "ratio": ratio, "all": values}
             )
             print(f"{side:16} {kind:8} {best:8.1f} {spread:7.1%} {ratio:12.2f} {target or '':>7}")
-    slack = facts["peak_bytes"] - 1.3 * facts["ledger_bytes"]
-    print(
-        f"load {facts['load_seconds']:.2f} s; peak {facts['peak_bytes'] / 2**20:.0f} MiB = 1.3 x ledger + {slack / 1e6:.0f} MB"
-    )
+    slack = (facts["peak_bytes"] - 1.3 * facts["ledger_bytes"]) / 1e6
+    peak = facts["peak_bytes"] / 1e6
+    print(f"load {facts['load_seconds']:.2f} s; peak memory {peak:.0f} MB, 1.3 x ledger {slack:+.0f} MB")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 

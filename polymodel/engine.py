@@ -189,6 +189,7 @@ class Engine:
         """
         self.lane.check_open()
         hosted = self.residency[model]
+        tokenizer = hosted.tokenizer  # a checkpoint without one is refused before any work
         if temperature != 0.0:
             raise InvalidRequest(f"temperature={temperature}: this version decodes greedily, expected 0.0")
         if max_new_tokens < 1:
@@ -200,7 +201,7 @@ class Engine:
             model=model,
             tokens=ids,
             max_new_tokens=max_new_tokens,
-            stop_ids=frozenset(hosted.tokenizer.stop_ids) if stop_at_eos else frozenset(),
+            stop_ids=frozenset(tokenizer.stop_ids) if stop_at_eos else frozenset(),
             pages=PageList(self.arena, hosted.layout),
             drafter=drafter,
             draft_pages=PageList(self.arena, self.residency[drafter].layout) if drafter else None,

@@ -54,7 +54,7 @@ class Events:
 
 def max_concurrent(events: Iterable[Event]) -> int:
     """The largest number of these events' intervals that overlap at one moment; touching ends do not."""
-    edges = sorted([(e.start, 1) for e in events] + [(e.stop, -1) for e in events], key=lambda edge: (edge[0], edge[1]))
+    edges = sorted(edge for e in events for edge in ((e.start, 1), (e.stop, -1)))  # at one moment, ends come first
     most = now = 0
     for _, step in edges:
         now += step

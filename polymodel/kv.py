@@ -33,7 +33,8 @@ class Arena:
                 f"kv_budget of {num_bytes:,} bytes holds {count} superblocks of {self.superblock_bytes:,}; "
                 "it needs at least 2, one of them the region of zeros"
             )
-        self.bytes: Tensor = torch.zeros(count * self.superblock_bytes, dtype=torch.uint8)
+        # numpy's zeros are committed when first touched, torch's at once
+        self.bytes: Tensor = torch.from_numpy(np.zeros(count * self.superblock_bytes, dtype=np.uint8))
         self._common = list(range(count - 1, 0, -1))  # superblocks of no geometry; 0 stays zero
         self._free: dict[int, tuple[KVLayout, list[int]]] = {}  # superblock -> geometry, free page ids
         self._owners: dict[int, int] = {}  # page id -> lists that hold it

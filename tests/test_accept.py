@@ -40,7 +40,17 @@ def test_what_is_emitted_is_what_the_target_chose(draft: list[int], target: list
 
 @pytest.mark.parametrize(
     ("count", "acceptance", "expected"),
-    [(0, 0.9, 1), (3, 0, 1), (2, 1, 3), (1, 0.5, 1.5), (2, 0.5, 1.75), (4, 1, 5), (-2, 0.9, 1), (3, 7.0, 4), (3, -1.0, 1)],
+    [
+        (0, 0.9, 1),
+        (3, 0, 1),
+        (2, 1, 3),
+        (1, 0.5, 1.5),
+        (2, 0.5, 1.75),
+        (4, 1, 5),
+        (-2, 0.9, 1),
+        (3, 7.0, 4),
+        (3, -1.0, 1),
+    ],
 )
 def test_expected_tokens(count: int, acceptance: float, expected: float) -> None:
     assert expected_tokens(count, acceptance) == expected

@@ -243,9 +243,7 @@ def write_random_gguf(path: Path, kind: str, written: dict[str, np.ndarray]) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_checkpoints_keep_their_bytes_and_gemma_norms_become_f32(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_half_checkpoints_keep_their_bytes_and_gemma_norms_become_f32(tmp_path: Path, dtype: torch.dtype) -> None:
     sizes = {"hidden_size": 48, "num_hidden_layers": 1}
     folder = write_tiny(tmp_path / "m", "gemma3", dtype=dtype, **sizes)
     weights = tiny_model("gemma3", dtype=dtype, **sizes).state_dict()
@@ -385,9 +383,7 @@ def test_rope_scalings_of_old_and_new_configs(edited: Callable[..., Path]) -> No
         {"factor": None, "beta_fast": 16, "beta_slow": 2, "truncate": False},
     ],
 )
-def test_yarn_is_the_yarn_of_transformers(
-    edited: Callable[..., Path], extra: dict[str, Any]
-) -> None:
+def test_yarn_is_the_yarn_of_transformers(edited: Callable[..., Path], extra: dict[str, Any]) -> None:
     params = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
     params |= {"original_max_position_embeddings": 128} | extra
     rope = open_checkpoint(edited("llama", rope_parameters=params)).config.rope
@@ -612,9 +608,7 @@ def test_missing_files_are_named(edited: Callable[..., Path], tmp_path: Path) ->
         ({}, "30 tensors are missing"),
     ],
 )
-def test_index_names_files_beside_it_only(
-    edited: Callable[..., Path], weight_map: Any, match: str
-) -> None:
+def test_index_names_files_beside_it_only(edited: Callable[..., Path], weight_map: Any, match: str) -> None:
     folder = edited("llama", num_hidden_layers=3)
     (folder / "model.safetensors").rename(folder / "part.safetensors")
     shutil.copy(folder / "part.safetensors", folder / "twin.safetensors")
@@ -651,9 +645,7 @@ def entry(dtype: Any = "F32", shape: Any = (4,), offsets: Any = (0, 16)) -> dict
         (b"[" * 100_000, "not readable as JSON"),
     ],
 )
-def test_broken_safetensors_headers_are_refused(
-    edited: Callable[..., Path], header: Any, match: str
-) -> None:
+def test_broken_safetensors_headers_are_refused(edited: Callable[..., Path], header: Any, match: str) -> None:
     folder = edited("llama")
     safetensors_file(folder / "model.safetensors", header)
     with pytest.raises(CorruptCheckpoint, match=match):
@@ -671,9 +663,7 @@ def test_broken_safetensors_headers_are_refused(
         ),
     ],
 )
-def test_cut_safetensors_files_are_refused(
-    edited: Callable[..., Path], body: bytes, match: str
-) -> None:
+def test_cut_safetensors_files_are_refused(edited: Callable[..., Path], body: bytes, match: str) -> None:
     folder = edited("llama")
     (folder / "model.safetensors").write_bytes(body)
     with pytest.raises(CorruptCheckpoint, match=match):
@@ -778,9 +768,7 @@ def gguf_file(
     return magic + struct.pack("<IQQ", version, num_tensors, num_keys) + keys + tensors
 
 
-def gguf_tensor(
-    name: bytes = b"t", dims: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0
-) -> bytes:
+def gguf_tensor(name: bytes = b"t", dims: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0) -> bytes:
     sizes = struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
     return text(name) + sizes + struct.pack("<IQ", kind, offset)
 

@@ -197,6 +197,7 @@ def wait_for(terminal: int, pattern: bytes) -> bytes:
     return shown
 
 
+@pytest.mark.slow
 @pytest.mark.demo_model
 def test_run_answers_with_the_chat_template(demo_model_path: Path) -> None:
     result = invoke("run", str(demo_model_path), "What is the capital of France?", "--max-new-tokens", "12")
@@ -205,6 +206,7 @@ def test_run_answers_with_the_chat_template(demo_model_path: Path) -> None:
     assert raw["tokens"] == [7042, 30] and raw["text"] == " Paris."
 
 
+@pytest.mark.slow
 @pytest.mark.demo_model
 def test_demo_prints_one_json_object(demo_model_path: Path) -> None:
     report = parsed("demo", "--max-new-tokens", "8")

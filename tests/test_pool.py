@@ -43,7 +43,7 @@ def test_admits_within_the_budget() -> None:
     assert (pool.used, len(pool), pool.names()) == (100, 2, ["a", "b"])
     assert "a" in pool and "c" not in pool
     assert pool["b"].num_bytes == 60
-    with pytest.raises(UnknownModel, match="'c' is not resident; resident are .*'a', 'b'"):
+    with pytest.raises(UnknownModel, match=r"'c' is not resident; resident are .*'a', 'b'"):
         pool["c"]
     pool.check()
 
@@ -185,7 +185,9 @@ OPERATIONS = st.tuples(
 
 
 @given(st.lists(OPERATIONS, max_size=40))
-def test_any_sequence_keeps_the_invariant_and_errors_change_nothing(operations: list[tuple[str, str, int, bool]]) -> None:
+def test_any_sequence_keeps_the_invariant_and_errors_change_nothing(
+    operations: list[tuple[str, str, int, bool]],
+) -> None:
     pool = Pool(100)
     for verb, name, number, flag in operations:
         before = copy.deepcopy(state(pool))

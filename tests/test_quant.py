@@ -179,9 +179,7 @@ def plain_quantize(w: Tensor, fmt: str, group: int, symmetric: bool) -> Tensor:
 @pytest.mark.parametrize(("fmt", "symmetric"), OURS)
 @pytest.mark.parametrize("k", [1, 33, 65, 128, 200])
 @pytest.mark.parametrize("group", [32, 64, 128, None])
-def test_quantize_follows_the_plain_rule(
-    fmt: str, symmetric: bool, k: int, group: int | None
-) -> None:
+def test_quantize_follows_the_plain_rule(fmt: str, symmetric: bool, k: int, group: int | None) -> None:
     w = torch.randn(5, k, generator=seeded(k))
     w[1] = 0
     w[2, : k // 2] = 0.25
@@ -199,9 +197,7 @@ def test_quantize_follows_the_plain_rule(
 @pytest.mark.parametrize(("fmt", "symmetric"), OURS)
 @pytest.mark.parametrize("group", [32, 64, 128, 0])
 @pytest.mark.parametrize("shift", [0.0, 3.0])
-def test_no_weight_moves_by_more_than_half_a_step(
-    fmt: str, symmetric: bool, group: int, shift: float
-) -> None:
+def test_no_weight_moves_by_more_than_half_a_step(fmt: str, symmetric: bool, group: int, shift: float) -> None:
     w = torch.randn(64, 200, generator=seeded()) ** 3 + shift
     q = quantize(w, fmt, group, symmetric)
     step = q.parts["scale"].abs().repeat_interleave(q.group, 1)[:, :200]
@@ -244,9 +240,7 @@ def test_zero_groups_have_scale_zero(fmt: str, symmetric: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("fmt", "symmetric"), OURS)
-def test_quantize_takes_any_float_and_any_stride(
-    fmt: str, symmetric: bool, dtype: torch.dtype
-) -> None:
+def test_quantize_takes_any_float_and_any_stride(fmt: str, symmetric: bool, dtype: torch.dtype) -> None:
     w = torch.randn(65, 30, generator=seeded()).to(dtype)
     want = dequantize(quantize(w.T.float().contiguous(), fmt, 32, symmetric))
     assert torch.equal(dequantize(quantize(w.T, fmt, 32, symmetric)), want)
@@ -325,8 +319,7 @@ def test_a_slice_of_rows_is_a_view_with_the_segments_of_the_whole(fmt: str) -> N
     assert num_segments(1, 512) == q.rows(slice(5, 6)).segments
     assert torch.equal(dequantize(part), dequantize(q)[37:-3])
     assert all(
-        part.parts[name].untyped_storage().data_ptr() == q.parts[name].untyped_storage().data_ptr()
-        for name in q.parts
+        part.parts[name].untyped_storage().data_ptr() == q.parts[name].untyped_storage().data_ptr() for name in q.parts
     )
 
 
@@ -408,9 +401,7 @@ def test_moving_keeps_every_part() -> None:
 def test_reference_matmul_is_the_float64_product() -> None:
     q, x = any_weight("q4_k", 3), torch.randn(2, 256, generator=seeded())
     want = np.einsum("mk,nk->mn", x.double().numpy(), dequantize(q).double().numpy())
-    torch.testing.assert_close(
-        reference_matmul(x, q), torch.from_numpy(want), rtol=1e-12, atol=1e-9
-    )
+    torch.testing.assert_close(reference_matmul(x, q), torch.from_numpy(want), rtol=1e-12, atol=1e-9)
 
 
 # mistakes

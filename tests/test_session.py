@@ -127,7 +127,10 @@ def test_what_is_wrong_is_refused_and_changes_nothing(engine: Engine) -> None:
         empty.step()
     session = fresh(engine, IDS[:5])
     logits = session.logits
-    for ids, message in (([], "the prompt is empty"), ([1, 300], "token 1 of the prompt is 300, expected an id in 0..299")):
+    for ids, message in (
+        ([], "the prompt is empty"),
+        ([1, 300], "token 1 of the prompt is 300, expected an id in 0..299"),
+    ):
         with pytest.raises(InvalidRequest, match=message):
             session.append(ids)
     with pytest.raises(PromptTooLong, match="513 prompt tokens and 0 new ones make 513, the model's context is 512"):
@@ -143,7 +146,8 @@ def test_what_is_wrong_is_refused_and_changes_nothing(engine: Engine) -> None:
 
 
 def test_full_leaves_the_session_as_it_was(path: Path) -> None:
-    with Engine(kv_budget="8MiB") as engine:
+    """The first chunks of the prompt find room, a later one does not."""
+    with Engine(kv_budget="8MiB", config=EngineConfig(prefill_chunk=48)) as engine:
         engine.add("m", path)
         session, other = fresh(engine, IDS[:60]), fresh(engine, IDS[:60])
         filling = []

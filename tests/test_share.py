@@ -59,7 +59,9 @@ def test_a_model_shares_all_layers_with_its_equal(path: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("part", ["self_attn.k_proj", "mlp.down_proj", "input_layernorm"])
-def test_one_changed_bit_limits_the_share_to_the_layers_below(path: Path, tmp_path: Path, layer: int, part: str) -> None:
+def test_one_changed_bit_limits_the_share_to_the_layers_below(
+    path: Path, tmp_path: Path, layer: int, part: str
+) -> None:
     other = flipped(path, tmp_path / "other", f"model.layers.{layer}.{part}.weight")
     found = verdict(path, other)
     assert (found.layers, found.num_layers, found.reason) == (layer, 3, f"weights: layer {layer} differs")
@@ -106,16 +108,28 @@ def test_another_tokenizer_forbids_all(path: Path, tmp_path: Path) -> None:
 
 
 def test_every_axis_that_failed_is_named(path: Path, tmp_path: Path) -> None:
-    other = write_tiny(tmp_path / "other", "llama", seed=1, rope_parameters=ROPE, rms_norm_eps=1e-4, num_key_value_heads=4)
+    other = write_tiny(
+        tmp_path / "other", "llama", seed=1, rope_parameters=ROPE, rms_norm_eps=1e-4, num_key_value_heads=4
+    )
     write_tokenizer(other, merges=("a b",))
     reason = verdict(path, other).reason
-    for axis in ("tokenizer: ", "layer 0: rope ", "norm_eps: 1e-06 against 0.0001", "num_kv_heads: 2 against 4", "weights: "):
+    for axis in (
+        "tokenizer: ",
+        "layer 0: rope ",
+        "norm_eps: 1e-06 against 0.0001",
+        "num_kv_heads: 2 against 4",
+        "weights: ",
+    ):
         assert axis in reason, reason
     assert reason.count("; ") == 4
 
 
-@pytest.mark.parametrize("change", [{"rms_norm_eps": 1e-4}, {"rope_parameters": ROPE}, {"head_dim": 32, "num_attention_heads": 2}])
-def test_the_same_bytes_that_compute_something_else_share_nothing(path: Path, tmp_path: Path, change: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "change", [{"rms_norm_eps": 1e-4}, {"rope_parameters": ROPE}, {"head_dim": 32, "num_attention_heads": 2}]
+)
+def test_the_same_bytes_that_compute_something_else_share_nothing(
+    path: Path, tmp_path: Path, change: dict[str, object]
+) -> None:
     shutil.copytree(path, tmp_path / "other")
     file = tmp_path / "other" / "config.json"
     change = change | ({"num_key_value_heads": 1} if "head_dim" in change else {})

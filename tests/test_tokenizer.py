@@ -77,9 +77,7 @@ def folder_of(metadata: dict[str, Any], folder: Path) -> Path:
         merges = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo"), ("▁", "hello")]
         merges += [("▁", "h"), ("▁", "▁")]
         hf = HF(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
-        hf.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
+        hf.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         hf.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
     for piece, kind in rows:
@@ -395,9 +393,7 @@ def test_a_model_without_a_template_says_so() -> None:
         ("{{ '\\ud800' }}", UnsupportedModel, "UnicodeEncodeError"),
     ],
 )
-def test_failing_templates_end_in_typed_errors(
-    template: str, error: type[PolymodelError], says: str
-) -> None:
+def test_failing_templates_end_in_typed_errors(template: str, error: type[PolymodelError], says: str) -> None:
     with pytest.raises(error, match=says):
         tiny(template=template).apply_chat_template(chat("1234"))
 
@@ -574,9 +570,7 @@ def spec(**parts: Any) -> dict[str, Any]:
         ({"decoder": {"type": "WordPiece"}}, UnsupportedModel),
     ],
 )
-def test_wrong_folders_are_refused(
-    content: str | dict[str, Any], error: type[PolymodelError], tmp_path: Path
-) -> None:
+def test_wrong_folders_are_refused(content: str | dict[str, Any], error: type[PolymodelError], tmp_path: Path) -> None:
     text = content if isinstance(content, str) else json.dumps(spec(**content))
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(error, match=str(tmp_path)):
@@ -601,8 +595,6 @@ def test_a_folder_without_tokenizer_or_with_wrong_settings_is_refused(tmp_path: 
 
 
 def test_importing_loads_neither_tokenizers_nor_jinja2() -> None:
-    code = (
-        "import sys, polymodel.tokenizer; print({'tokenizers', 'jinja2', 'torch'} & {*sys.modules})"
-    )
+    code = "import sys, polymodel.tokenizer; print({'tokenizers', 'jinja2', 'torch'} & {*sys.modules})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"

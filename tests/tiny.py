@@ -44,9 +44,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tiny_model(
-    arch: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
-) -> Any:
+def tiny_model(arch: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A transformers model for causal LM; overrides are fields of its config."""
     name, fields = _CONFIGS[arch]
     config = getattr(transformers, name)(**{**_COMMON, **fields, **overrides})
