@@ -1,4 +1,4 @@
-"""Seed 0 and two threads for every test; the demo model where it is at hand."""
+"""Seed 0 and a fixed number of threads for every test; the demo model where it is at hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from polymodel.checkpoint import resolve
 from polymodel.errors import FetchFailed
 
-DEFAULT_THREADS = 2  # what continuous integration has
+TINY_THREADS, DEMO_THREADS = 1, 2  # a tiny model's products are shorter than waking a second thread
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,7 +30,8 @@ def seed() -> None:
 @pytest.fixture(autouse=True)
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     """torch's thread count during a test; parametrise it indirectly (checks.ANY_THREADS) for others."""
-    count, before = getattr(request, "param", DEFAULT_THREADS), torch.get_num_threads()
+    default = DEMO_THREADS if request.node.get_closest_marker("demo_model") else TINY_THREADS
+    count, before = getattr(request, "param", default), torch.get_num_threads()
     torch.set_num_threads(count)
     yield count
     torch.set_num_threads(before)

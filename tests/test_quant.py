@@ -138,6 +138,7 @@ def test_a_type_goes_by_name_or_number(fmt: str) -> None:
         assert from_gguf(raw, name, (1, block.weights)).fmt == fmt
 
 
+@pytest.mark.slow
 @pytest.mark.demo_model
 def test_a_real_file_dequantizes_like_the_gguf_package(demo_model_path: Path) -> None:
     tensors = [t for t in gguf.GGUFReader(demo_model_path).tensors if len(t.shape) == 2]

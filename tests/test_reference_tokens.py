@@ -60,6 +60,7 @@ def test_float_prefill_leads_to_the_reference_tokens(demo_model_path: Path, samp
                 assert margin < TOO_CLOSE
 
 
+@pytest.mark.slow
 @pytest.mark.demo_model
 def test_float_greedy_text_is_the_reference(demo_model_path: Path) -> None:
     """All ten at once on the lane; after a token that differs at a close margin the rest cannot be compared."""
