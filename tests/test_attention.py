@@ -511,39 +511,34 @@ def test_sequences_without_rows_and_calls_without_any() -> None:
 
 
 def test_layers_share_a_workspace() -> None:
-    layout = KVLayout(2, 2, 16, torch.float32, 3)
+    """Layers of one model may differ in their window, in their rotation, or in both."""
+    layout = KVLayout(4, 2, 16, torch.float32, 3)
     arena = torch.zeros(6 * layout.page_bytes, dtype=torch.uint8)
-    ids = torch.tensor([[8, 6, 7]], dtype=torch.int32) * (layout.block_bytes // ID_BYTES)
+    ids = torch.tensor([[14, 12, 13]], dtype=torch.int32) * (layout.block_bytes // ID_BYTES)
     token = torch.arange(150, dtype=torch.int32)
     page, slot = ids[0][token.long() // PAGE], token % PAGE
-    k, v, q = torch.randn(2, 150, 2, 16), torch.randn(2, 150, 2, 16), torch.randn(2, 150, 4, 16)
+    k, v, q = torch.randn(4, 150, 2, 16), torch.randn(4, 150, 2, 16), torch.randn(4, 150, 4, 16)
     table, cu_rows = page_table(ids, torch.tensor([150], dtype=torch.int32)), torch.tensor([0, 150], dtype=torch.int32)
-    ropes = [rope(16), rope_table([1.0, 0.1, 0.01, 0.001], 200)]  # a model may have two, and windows in some layers
+    wide, narrow = rope(16), rope_table([1.0, 0.1, 0.01, 0.001], 200)
+    layers = [(wide, None), (wide, 30), (narrow, 30), (narrow, None)]
     results = []
     for space in (Workspace(), None):
         y = []
-        for layer, window in ((0, None), (1, 30)):
+        for layer, (table_of_layer, window) in enumerate(layers):
             at = (arena, layout, layer)
-            append_kv(k[layer], v[layer], *at, page, slot, slot, ropes[layer], workspace=space)
+            append_kv(k[layer], v[layer], *at, page, slot, slot, table_of_layer, workspace=space)
             y.append(
                 paged_attention(
-                    q[layer], *at, table, cu_rows, token, ropes[layer], scale=0.25, window=window, workspace=space
+                    q[layer], *at, table, cu_rows, token, table_of_layer, scale=0.25, window=window, workspace=space
                 )
             )
         results.append(torch.stack(y))
     assert_same_bits(results[0], results[1])
-    for layer, window in ((0, None), (1, 30)):
+    last = torch.tensor([0, 2], dtype=torch.int32)
+    for layer, (table_of_layer, window) in enumerate(layers):
+        at = (arena, layout, layer)
         exact = paged_attention_ref(
-            q[layer, -2:],
-            arena,
-            layout,
-            layer,
-            table,
-            torch.tensor([0, 2]),
-            token[-2:],
-            ropes[layer],
-            scale=0.25,
-            window=window,
+            q[layer, -2:], *at, table, last, token[-2:], table_of_layer, scale=0.25, window=window
         )
         assert (results[0][layer, -2:] - exact).abs().max() < SLACK
 
