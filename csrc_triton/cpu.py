@@ -128,10 +128,9 @@ def pack(q: QTensor, scheme: str | None = None) -> QTensor:
     if q.layout != "rows":
         raise ValueError(f"pack: weight {q.shape} is in layout {q.layout!r}, expected 'rows'")
     scheme = scheme or scheme_for(q.fmt, q.group, q.shape)
-    parts = _PACKERS[scheme](q) if scheme in _PACKERS else None
-    if parts is None:
+    if scheme not in _PACKERS:
         raise ValueError(f"pack: unknown scheme {scheme!r}, expected one of {SCHEMES}")
-    return replace(q, layout=f"cpu-{scheme}", parts=parts)
+    return replace(q, layout=f"cpu-{scheme}", parts=_PACKERS[scheme](q))
 
 
 def _pack_f32(q: QTensor) -> dict[str, Any]:
