@@ -20,6 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, not skip, where the weights of `polymodel pull smollm2` are absent",
     )
+    parser.addoption(
+        "--stories260k",
+        metavar="PATH",
+        help="stories260K.bin of llama2.c, with tok512.bin beside it: a trained model of 1 MB, tested only where given",
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -171,7 +171,7 @@ def read_pieces(source: Path) -> list[bytes]:
 
 @pytest.mark.parametrize("weights", ["f32", "bf16"])
 def test_stories260k_tells_its_story(request: pytest.FixtureRequest, tmp_path: Path, weights: Weights) -> None:
-    given = request.config.getoption("--stories260k", default=None)
+    given = request.config.getoption("--stories260k")
     if given is None:
         pytest.skip("give --stories260k PATH")
     pieces = read_pieces(Path(given).parent / "tok512.bin")
