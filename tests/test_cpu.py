@@ -8,7 +8,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -317,8 +317,18 @@ def assert_rows_keep_bits(q: QTensor, rng: random.Random, most: int = 300) -> No
             assert_same_bits(y[r : r + 1], alone[start + r], f"row {r} of {m}")
 
 
-@ANY_THREADS
-@by_shape((*DEMO_SHAPES, *ODD_SHAPES))
+def with_threads(shapes: tuple[tuple[int, int], ...]) -> list[Any]:
+    """Every scheme and shape with one count of threads by turns; with the other two it is slow."""
+    return [
+        pytest.param(scheme, shape, threads, marks=[] if threads == i % 3 + 1 else pytest.mark.slow)
+        for i, (scheme, shape) in enumerate(cases(shapes))
+        for threads in (1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape", "threads"), with_threads((*DEMO_SHAPES, *ODD_SHAPES)), indirect=["threads"], ids=str
+)
 def test_a_rows_bits_do_not_depend_on_company(scheme: str, shape: tuple[int, int], threads: int) -> None:
     """`checked` weights, as the engine uses them."""
     q = checked(packed(scheme, shape))
@@ -353,9 +363,8 @@ def test_probe_speaks_for_every_count_of_rows(scheme: str) -> None:
 
 
 @pytest.mark.slow
-@ANY_THREADS
 @by_shape(DEMO_SHAPES)
-def test_probe_speaks_for_every_count_of_rows_at_any_shape(scheme: str, shape: tuple[int, int], threads: int) -> None:
+def test_probe_speaks_for_every_count_of_rows_at_any_shape(scheme: str, shape: tuple[int, int]) -> None:
     assert_every_count_holds(packed(scheme, shape), ROWS)
 
 

@@ -88,6 +88,12 @@ def test_generate_is_stream_is_session(engine: Engine, paths: Paths) -> None:
     assert out.text == engine["m"].tokenizer.decode(out.tokens) and len(set(out.tokens)) >= 20
     pieces = list(engine.stream("m", "Hello wörld", max_new_tokens=40))
     assert "".join(pieces) == out.text and len(pieces) > 10
+    tokenizer = engine["m"].tokenizer
+    within = [n for n, token in enumerate(out.tokens, 1) if b"\xc2" <= tokenizer.token_bytes(token) < b"\xf5"]
+    for count in within[:3]:  # the last token begins a character that never comes
+        text = "".join(engine.stream("m", "Hello wörld", max_new_tokens=count))
+        assert text == tokenizer.decode(out.tokens[:count]) and text.endswith("\N{REPLACEMENT CHARACTER}")
+    assert len(within) >= 3
     with engine.session("m") as session:
         session.append(out.prompt_ids)
         assert session.generate(40) == out.tokens
@@ -296,6 +302,8 @@ def test_cancelling_one_leaves_the_others(engine: Engine, paths: Paths, alone: A
     engine.lane.cancel(requests[1])
     engine.run()
     assert requests[1].finish_reason == "cancelled" and len(requests[1].output) < 24
+    engine.lane.cancel(requests[0])  # too late: it is over, and stays what it was
+    assert (requests[0].finish_reason, engine.output(requests[0]).tokens) == ("length", alone["llama", 0])
     assert [r.output for i, r in enumerate(requests) if i != 1] == [alone["llama", i] for i in range(5) if i != 1]
 
 

@@ -100,6 +100,7 @@ def test_what_a_config_says_is_done(tmp_path: Path, arch: str, overrides: dict[s
         LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
         YARN,
         YARN | {"truncate": False, "beta_fast": 8.0, "beta_slow": 2.0},
+        YARN | {"rope_theta": 10.0, "beta_slow": 0.02},  # the range ends beyond the last pair
         YARN | {"attention_factor": 0.8},
         YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
     ],
