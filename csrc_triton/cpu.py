@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from csrc_triton.quant import QTensor, codes, dequantize, quantize
+from csrc_triton.quant import QTensor, codes, dequantize, permute_input, quantize
 
 if TYPE_CHECKING:
     from csrc_triton.attention import PageTable
@@ -86,11 +86,11 @@ def half_nbytes(rows: int, cols: int) -> int:
     return n * k * 2
 
 
-def scheme_for(fmt: str, group: int, shape: tuple[int, int]) -> str:
+def scheme_for(fmt: str, group: int, shape: tuple[int, int], symmetric: bool = True) -> str:
     """The scheme that loses least among those of about the storage's size."""
     if fmt == "f32":
         return "f32"
-    if fmt == "q8" and group >= shape[1] and fits_int8(shape):
+    if fmt == "q8" and symmetric and group >= shape[1] and fits_int8(shape):
         return "i8"
     if fmt in ("q4", "q4_0", "q4_1", "q4_k") and group == 32 and fits_int4(shape):
         return "i4"
@@ -107,7 +107,7 @@ def fits_int4(shape: tuple[int, int]) -> bool:
 
 
 def packed_nbytes(shape: tuple[int, int], scheme: str) -> int:
-    """Bytes of a packed weight, exact, before anything is packed."""
+    """Bytes of a packed weight, exact, before anything is packed; the order of act-order columns comes on top."""
     n, k = shape
     if scheme == "f32":
         return 4 * n * k
@@ -124,10 +124,13 @@ def packed_nbytes(shape: tuple[int, int], scheme: str) -> int:
 
 
 def pack(q: QTensor, scheme: str | None = None) -> QTensor:
-    """Storage ("rows" layout) -> the layout this CPU computes with. Values may round; `quant` keeps none."""
+    """Storage ("rows" layout) -> the layout this CPU computes with. Values may round; `quant` keeps none.
+
+    Columns are in W's order, but in q's with act-order and nibbles, which keep their groups and so the perm.
+    """
     if q.layout != "rows":
         raise ValueError(f"pack: weight {q.shape} is in layout {q.layout!r}, expected 'rows'")
-    scheme = scheme or scheme_for(q.fmt, q.group, q.shape)
+    scheme = scheme or scheme_for(q.fmt, q.group, q.shape, "zero" not in q.parts)
     if scheme not in _PACKERS:
         raise ValueError(f"pack: unknown scheme {scheme!r}, expected one of {SCHEMES}")
     return replace(q, layout=f"cpu-{scheme}", parts=_PACKERS[scheme](q))
@@ -155,10 +158,16 @@ def half_exponent(weight: Tensor) -> int:
     return 14 - math.frexp(largest)[1]
 
 
+def _int8_rows(q: QTensor) -> QTensor:
+    """q with integers alone and a scale a row, columns in W's order."""
+    is_stored = q.fmt == "q8" and q.group >= q.shape[1] and not q.parts.keys() & {"zero", "perm"}
+    return q if is_stored else quantize(dequantize(q), "q8", group=None)
+
+
 def _pack_i8(q: QTensor) -> dict[str, Any]:
     if not fits_int8(q.shape):
         raise ValueError(f"pack: scheme 'i8' needs K divisible by 64, got weight {q.shape}")
-    row = q if q.fmt == "q8" and q.group >= q.shape[1] else quantize(dequantize(q), "q8", group=None)
+    row = _int8_rows(q)
     return {"codes": row.parts["codes"], "scale": row.parts["scale"].flatten().bfloat16()}
 
 
@@ -174,11 +183,12 @@ def _pack_i4(q: QTensor) -> dict[str, Any]:
         bias = bias + 8 * scale  # the kernel computes (code - 8) * scale + bias
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(value.to(torch.int32), 1)
     both = torch.stack((scale.t(), bias.t()), dim=-1).bfloat16().contiguous()
-    return {"nibbles": packed, "scale_bias": both}
+    perm = {"perm": q.parts["perm"]} if "perm" in q.parts else {}
+    return {"nibbles": packed, "scale_bias": both} | perm
 
 
 def _pack_w8a8(q: QTensor) -> dict[str, Any]:
-    row = q if q.fmt == "q8" and q.group >= q.shape[1] else quantize(dequantize(q), "q8", group=None)
+    row = _int8_rows(q)
     scale = row.parts["scale"].flatten().clone()
     if has_fast_int8():
         return {"codes": row.parts["codes"], "scale": scale}
@@ -321,6 +331,7 @@ def checked(q: QTensor) -> QTensor:
 def matmul_cpu(x: Tensor, q: QTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """x [M, K] float32, q packed -> [M, N] float32; bias [N], then residual [M, N], each added with one rounding."""
     run = _PRODUCTS.get(q.layout)
+    x = permute_input(x, q)
     if run is not None:
         y = run(x, q.parts)
     elif q.layout.endswith("-rows") and q.layout[:-5] in _PRODUCTS:

@@ -1,21 +1,26 @@
 """Quantised weights: y = x @ W.T, where W = (codes - offset) * scale + bias, by groups along K.
 
-Memory, layout "rows": row r of W is row r of every part, so row slices are views.
+Memory, layout "rows": row r of W is row r of every part but "perm", so row slices are views.
   dense  {"weight": [N, K]}
-  q4     {"codes": uint8 [N, ceil(K / 2)], "scale": f32 [N, G], "zero": f32 [N, G] if asymmetric}
-         byte b holds column 2b in its low nibble and 2b + 1 in its high one;
-         the offset is 8, or 0 with a zero, which is the bias: the weight of code 0
-  q8     {"codes": int8 [N, K], "scale": f32 [N, G]}, offset 0
+  q4     {"codes": uint8 [N, ceil(K / 2)], "scale": f32 [N, G], and at most one of
+         "zero": f32 [N, G], "zero_point": uint8 [N, G]}
+         byte b holds column 2b in its low nibble and 2b + 1 in its high one; the offset is 8,
+         or 0 with a zero, which is the bias: the weight of code 0, or the integer zero point
+  q8     {"codes": int8 [N, K], "scale": f32 [N, G], "zero": f32 [N, G] if asymmetric}, offset 0
   GGUF   {"blocks": uint8 [N, row bytes]}, the bytes of the file, little endian
+  any    {"perm": int32 [K]} with act-order: column i of the parts is column perm[i] of W
 Promise: GGUF weights stay as they are, and `dequantize` is the gguf package's, bit for bit.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,8 +51,23 @@ GGUF = {
     "q5_k": Block(13, 256, 176, 32),
     "q6_k": Block(14, 256, 210, 16),
 }
+# codes of ours by (format, symmetric): least and most before an offset, and the offset
+BOUNDS = {
+    ("q4", True): (-8, 7, 8),
+    ("q4", False): (0, 15, 0),
+    ("q8", True): (-127, 127, 0),
+    ("q8", False): (-128, 127, 0),
+}
+# symmetric scales of smaller groups are float16 numbers, for layouts that store them in 16 bits
+WIDE_GROUP = 128
+SMALLEST_F16 = 2.0**-24
+# rows of a tile, by the packed layouts whose parts have a row for each tile
+TILE_ROWS = {"t64": 64, "t64-int8": 64}
 # weights per step on a CPU: temporaries stay in cache, and small beside the result
 CHUNK = 1 << 19
+SAVED = "qtensors"  # key of the file's metadata
+SAVED_VERSION = 1
+SAVED_FIELDS = ("fmt", "shape", "group", "segments", "layout")
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,19 +107,26 @@ class QTensor:
     def device(self) -> torch.device:
         return next(iter(self.parts.values())).device
 
-    def to_device(self, device: torch.device | str) -> QTensor:
+    def to(self, device: torch.device | str) -> QTensor:
+        _check_plain(self, "move")
         return replace(self, parts={name: part.to(device) for name, part in self.parts.items()})
 
     def rows(self, rows: slice) -> QTensor:
-        """A view of some rows, which computes the same bits as those rows of the whole."""
-        _check_rows_layout(self)
+        """A view of some rows, which computes the same bits as those rows of the whole.
+
+        Of a layout in tiles the first row must be a tile's first.
+        """
+        size = TILE_ROWS.get(self.layout, 1)
+        if size == 1:
+            _check_rows_layout(self)
         if not isinstance(rows, slice) or rows.step not in (None, 1):
             raise ValueError(f"expected a slice of rows with step 1, got {rows!r}")
         start, stop, _ = rows.indices(self.shape[0])
         if start >= stop:
             raise ValueError(f"no row of {self.shape} is in {rows!r}")
-        parts = {name: part[start:stop] for name, part in self.parts.items()}
-        return replace(self, shape=(stop - start, self.shape[1]), parts=parts)
+        if start % size:
+            raise ValueError(f"{self.layout!r} has tiles of {size} rows: {rows!r} of {self.shape} starts inside one")
+        return _map_rows(self, stop - start, lambda part: part[start // size : math.ceil(stop / size)])
 
     __getitem__ = rows
 
@@ -129,16 +156,23 @@ def dense(w: Tensor) -> QTensor:
     return QTensor(fmt, (n, k), 0, num_segments(n, k), "rows", {"weight": w})
 
 
-def quantize(w: Tensor, fmt: str, group: int | None = 128, symmetric: bool = True) -> QTensor:
+def quantize(w: Tensor, fmt: str, group: int | None = 128, symmetric: bool = True, *, clip_search: int = 0) -> QTensor:
     """Round w to "q4" or "q8"; codes are (w - zero) / scale rounded to nearest, ties to even.
 
     A group of None, 0 or at least K is a whole row; the last group of a row may be short. No weight
     moves by more than |scale| / 2 (symmetric q4 scales may be negative). A zero group has scale 0.
+    Symmetric scales of groups below 128 that are no whole row are float16 numbers, rounded away from
+    zero, unless above its range or below its smallest; all others are float32.
+
+    clip_search: how many narrower ranges to try per group (asymmetric: per end), down to half of it; that of
+    the least squared error is kept, the widest on ties. Weights beyond it move by more than |scale| / 2.
     """
-    if fmt not in ("q4", "q8") or (fmt == "q8" and not symmetric):
-        raise ValueError(f"{fmt!r} symmetric={symmetric}: expected 'q4', or a symmetric 'q8'")
+    if (fmt, symmetric) not in BOUNDS:
+        raise ValueError(f"{fmt!r} symmetric={symmetric}: expected 'q4' or 'q8', symmetric or not")
     if group is not None and (not isinstance(group, int) or group < 0):
         raise ValueError(f"group {group!r}: expected a positive integer, or None for a whole row")
+    if not isinstance(clip_search, int) or clip_search < 0:
+        raise ValueError(f"clip_search {clip_search!r}: expected a count of ranges to try, or 0")
     n, k = _check_weight(w, (*DENSE.values(), torch.float64))
     group = min(group or k, k)
     num_groups = math.ceil(k / group)
@@ -148,6 +182,7 @@ def quantize(w: Tensor, fmt: str, group: int | None = 128, symmetric: bool = Tru
     parts = {"codes": ints, "scale": scale}
     if not symmetric:
         parts["zero"] = torch.empty_like(scale)
+    grid = _Grid(fmt, symmetric, symmetric and group < min(WIDE_GROUP, k))
     for rows in _row_chunks(n, k):
         x = w[rows].float()
         if k % group:
@@ -155,48 +190,58 @@ def quantize(w: Tensor, fmt: str, group: int | None = 128, symmetric: bool = Tru
             x = F.pad(x, (0, num_groups * group - k), mode="replicate")
         x = x.reshape(-1, num_groups, group)
         low, high = x.aminmax(dim=-1, keepdim=True)
-        if not symmetric:
-            step, bounds, offset = (high - low) / 15, (0, 15), 0
-            parts["zero"][rows] = low.squeeze(-1)
-            x = x - low
-        elif fmt == "q4":
-            step, bounds, offset = _q4_scale(low, high), (-8, 7), 8
-        else:
-            step, bounds, offset = torch.maximum(high, -low) / 127, (-127, 127), 0
+        if clip_search:
+            low, high = _search_clip(x, low, high, grid, clip_search, k % group or group)
+        step, zero = grid.fit(low, high)
         scale[rows] = step.squeeze(-1)
-        x = (x / step.masked_fill(step == 0, 1)).round_().clamp_(*bounds).add_(offset)
-        x = x.to(ints.dtype).flatten(1)[:, :k]
-        if fmt == "q4":
-            even, odd = F.pad(x, (0, k % 2), value=offset).unflatten(1, (-1, 2)).unbind(-1)
-            x = even | (odd << 4)
-        ints[rows] = x
+        if zero is not None:
+            parts["zero"][rows] = zero.squeeze(-1)
+        offset = grid.bounds[2]
+        x = grid.round(x, step, zero).add_(offset).to(ints.dtype).flatten(1)[:, :k]
+        ints[rows] = pack_nibbles(x, offset) if fmt == "q4" else x
     # a NaN or an infinity reaches the scale of its group
     if not scale.isfinite().all():
         raise ValueError(f"weight {(n, k)}: NaN, infinite, or a group spans more than float32")
     return QTensor(fmt, (n, k), group, num_segments(n, k), "rows", parts)
 
 
+def pack_nibbles(codes: Tensor, fill: int = 8) -> Tensor:
+    """uint8 [N, K] of 0..15 -> the codes of "q4" [N, ceil(K / 2)], with fill in the high nibble of an odd end."""
+    even, odd = F.pad(codes, (0, codes.shape[1] % 2), value=fill).unflatten(1, (-1, 2)).unbind(-1)
+    return (even | (odd << 4)).contiguous()
+
+
 def dequantize(q: QTensor) -> Tensor:
-    """W as float32 [N, K]; an f32 weight is returned as it is, not copied."""
+    """W as float32 [N, K], columns in W's order; an f32 weight is returned as it is, not copied."""
     _check_rows_layout(q)
     if q.fmt in DENSE:
         return q.parts["weight"].float()
+    perm = q.parts["perm"].long() if "perm" in q.parts else None
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     for rows in _row_chunks(*q.shape):
-        w, group = out[rows], q.group
-        ints, offset, scale, bias = _unpack(q[rows])
+        piece, group = q[rows], q.group
+        w = out[rows] if perm is None else torch.empty_like(out[rows])
+        ints, offset, scale, bias = _unpack(piece)
+        zero_point = piece.parts.get("zero_point")
         w.copy_(ints)
         if offset:
             w -= offset
+        if zero_point is not None:
+            bias = None  # its bias rounds once more than the difference of two integers does
         if q.shape[1] % group:
             # a short last group: one scale per weight
             group_of = torch.arange(q.shape[1], device=q.device) // group
             scale, bias, group = scale[:, group_of], bias if bias is None else bias[:, group_of], 1
-        w = w.view(w.shape[0], -1, group)
+            zero_point = zero_point if zero_point is None else zero_point[:, group_of]
+        grouped = w.view(w.shape[0], -1, group)
+        if zero_point is not None:
+            grouped -= zero_point.unsqueeze(-1)
         # two roundings, as in the gguf package: never fused
-        w *= scale.unsqueeze(-1)
+        grouped *= scale.unsqueeze(-1)
         if bias is not None:
-            w += bias.unsqueeze(-1)
+            grouped += bias.unsqueeze(-1)
+        if perm is not None:
+            out[rows].index_copy_(1, perm, w)
     return out
 
 
@@ -211,14 +256,14 @@ def take_rows(q: QTensor, ids: Tensor | Sequence[int]) -> Tensor:
     low, high = (int(end) for end in index.aminmax())
     if low < 0 or high >= q.shape[0]:
         raise ValueError(f"row ids {low}..{high}: expected 0..{q.shape[0] - 1}")
-    parts = {name: part.index_select(0, index) for name, part in q.parts.items()}
-    return dequantize(replace(q, shape=(index.numel(), q.shape[1]), parts=parts))
+    return dequantize(_map_rows(q, index.numel(), lambda part: part.index_select(0, index)))
 
 
 def codes(q: QTensor) -> Codes:
-    """The integers and scales behind a quantised weight, for repacking."""
+    """The integers and scales behind a quantised weight, for repacking; with act-order, columns as stored."""
     if q.fmt in DENSE:
         raise ValueError(f"{q.fmt} {q.shape}: a dense weight has no codes")
+    _check_rows_layout(q)
     pieces = [_unpack(q[rows]) for rows in _row_chunks(*q.shape)]
     ints, (offset, *_), scales, biases = zip(*pieces, strict=True)
     scale = torch.cat(scales)
@@ -227,13 +272,18 @@ def codes(q: QTensor) -> Codes:
 
 
 def cat_rows(weights: Sequence[QTensor]) -> QTensor:
-    """One weight from several of the same K, format and group: q, k and v in one matmul."""
+    """One weight from several of the same K, format, group and perm: q, k and v in one matmul."""
     kinds = {(q.fmt, q.layout, q.shape[1], q.group, *q.parts, str(q.device)) for q in weights}
     if len(kinds) != 1:
         raise ValueError(f"cannot join {len(weights)} weights: expected one kind, got {kinds}")
     _check_rows_layout(weights[0])
+    perm = weights[0].parts.get("perm")
+    if perm is not None and any(q.parts["perm"] is not perm and not q.parts["perm"].equal(perm) for q in weights):
+        raise ValueError(f"cannot join {len(weights)} weights: they take their columns in different orders")
     shape = (sum(q.shape[0] for q in weights), weights[0].shape[1])
-    parts = {name: torch.cat([q.parts[name] for q in weights]) for name in weights[0].parts}
+    parts = {name: torch.cat([q.parts[name] for q in weights]) for name in weights[0].parts if name != "perm"}
+    if perm is not None:
+        parts["perm"] = perm
     return replace(weights[0], shape=shape, segments=num_segments(*shape), parts=parts)
 
 
@@ -244,20 +294,159 @@ def interleave_rows(a: QTensor, b: QTensor, block: int = 64) -> QTensor:
     return cat_rows([q[i : i + block] for i in range(0, a.shape[0], block) for q in (a, b)])
 
 
+def with_perm(q: QTensor, perm: Tensor) -> QTensor:
+    """Act-order: the weight W with W[:, perm[i]] = column i of q, so that groups may take any columns."""
+    _check_rows_layout(q)
+    if "perm" in q.parts:
+        raise ValueError(f"{q.fmt} {q.shape}: its columns have an order already")
+    q = replace(q, parts={**q.parts, "perm": perm.to(q.device)})
+    if problem := _perm_problem(q):
+        raise ValueError(f"{q.fmt} {q.shape}: {problem}")
+    return q
+
+
+def permute_input(x: Tensor, q: QTensor) -> Tensor:
+    """The columns of x [..., K] in the order that q stores its own: x itself without act-order."""
+    perm = q.parts.get("perm")
+    return x if perm is None else x.index_select(-1, perm)
+
+
 def reference_matmul(x: Tensor, q: QTensor) -> Tensor:
     """x @ W.T in float64: the definition that kernels are measured against."""
     return x.double() @ dequantize(q).double().T
 
 
+def save_qtensors(path: str | os.PathLike[str], weights: Mapping[str, QTensor]) -> None:
+    """Write weights of any layout that is made of tensors to a safetensors file; a file there is replaced whole."""
+    from safetensors.torch import save_file
+
+    header, tensors, storages = {}, {}, set()
+    for name, q in weights.items():
+        _check_plain(q, f"save {name!r} with its")
+        if problem := _part_problem(q):
+            raise ValueError(f"cannot save {name!r}, {q.fmt} {q.shape}: {problem}")
+        header[name] = {field: getattr(q, field) for field in SAVED_FIELDS} | {"parts": list(q.parts)}
+        for part, tensor in q.parts.items():
+            storage = (tensor.device, tensor.untyped_storage().data_ptr())
+            # safetensors takes no two views of one storage
+            is_view = storage in storages or not tensor.is_contiguous()
+            tensors[f"{name}.{part}"] = tensor.clone(memory_format=torch.contiguous_format) if is_view else tensor
+            storages.add(storage)
+    partial = Path(f"{os.fspath(path)}.partial")
+    try:
+        save_file(tensors, partial, {SAVED: json.dumps({"version": SAVED_VERSION, "weights": header})})
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_qtensors(path: str | os.PathLike[str]) -> dict[str, QTensor]:
+    """The weights that `save_qtensors` wrote, bit for bit, in memory of their own."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            header = _saved_header(path, file.metadata())
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path}: no sound safetensors file: {error}") from error
+    weights = {}
+    for name, entry in header.items():
+        where = f"{path}: weight {name!r}"
+        if missing := [part for part in entry["parts"] if f"{name}.{part}" not in tensors]:
+            raise ValueError(f"{where}: part {missing[0]!r} is missing")
+        parts = {part: tensors.pop(f"{name}.{part}") for part in entry["parts"]}
+        fields = {field: entry[field] for field in SAVED_FIELDS}
+        weights[name] = q = QTensor(**{**fields, "shape": tuple(entry["shape"])}, parts=parts)
+        if problem := _part_problem(q):
+            raise ValueError(f"{where}, {q.fmt} {q.shape}: {problem}")
+    if tensors:
+        raise ValueError(f"{path}: tensor {min(tensors)!r} belongs to no weight")
+    return weights
+
+
+def _saved_header(path: object, metadata: Mapping[str, str] | None) -> dict[str, dict[str, Any]]:
+    """Each weight's fields, their types checked."""
+    where = f"{path}: metadata {SAVED!r}"
+    try:
+        saved = json.loads((metadata or {})[SAVED])
+    except KeyError:
+        raise ValueError(f"{where} is missing: not a file of save_qtensors") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not readable as JSON: {error}") from error
+    if not isinstance(saved, dict) or not isinstance(weights := saved.get("weights"), dict):
+        raise ValueError(f"{where} holds no weights")
+    if (version := saved.get("version")) != SAVED_VERSION:
+        raise ValueError(f"{where} is of version {version!r}, expected {SAVED_VERSION}")
+
+    def is_count(value: object, least: int = 1) -> bool:
+        return type(value) is int and value >= least
+
+    is_good: dict[str, Callable[[Any], bool]] = {
+        "fmt": lambda v: isinstance(v, str) and (v in GGUF or v in ("q4", "q8")),
+        "shape": lambda v: isinstance(v, list) and len(v) == 2 and all(map(is_count, v)),
+        "group": lambda v: is_count(v, 0),
+        "segments": is_count,
+        "layout": lambda v: isinstance(v, str),
+        "parts": lambda v: isinstance(v, list) and bool(v) and all(isinstance(part, str) for part in v),
+    }
+    for name, entry in weights.items():
+        for field, check in is_good.items():
+            if not isinstance(entry, dict) or field not in entry:
+                raise ValueError(f"{where}: weight {name!r} has no {field!r}")
+            if not check(entry[field]) or (field == "parts" and len(set(entry[field])) < len(entry[field])):
+                raise ValueError(f"{where}: weight {name!r} has {field!r} {entry[field]!r}")
+    return weights
+
+
+def _part_problem(q: QTensor) -> str | None:
+    """What in q's fields and parts contradicts its format, as far as its layout is known here; None if nothing."""
+    (n, k), held = q.shape, set(q.parts) - {"perm"}
+    if q.segments > math.ceil(k / 128):
+        return f"{q.segments} segments, expected at most {math.ceil(k / 128)}"
+    if "perm" in q.parts and (problem := _perm_problem(q)):
+        return problem
+    group = GGUF[q.fmt].group if q.fmt in GGUF else q.group
+    if q.group != group or (q.fmt not in GGUF and not 1 <= group <= k):
+        return f"group {q.group}, expected {group if q.fmt in GGUF else f'1..{k}'}"
+    if q.layout != "rows":
+        return None
+    expected: dict[str, tuple[torch.dtype, tuple[int, int]]]
+    if q.fmt in DENSE:
+        expected = {"weight": (DENSE[q.fmt], (n, k))}
+    elif q.fmt in GGUF:
+        form = GGUF[q.fmt]
+        if k % form.weights:
+            return f"expected K in multiples of {form.weights}"
+        expected = {"blocks": (torch.uint8, (n, k // form.weights * form.nbytes))}
+    else:
+        per_group = (n, math.ceil(k / group))
+        expected = {"scale": (torch.float32, per_group)}
+        expected["codes"] = (torch.uint8, (n, math.ceil(k / 2))) if q.fmt == "q4" else (torch.int8, (n, k))
+        if "zero" in held:
+            expected["zero"] = (torch.float32, per_group)
+        elif "zero_point" in held and q.fmt == "q4":
+            expected["zero_point"] = (torch.uint8, per_group)
+    if held != set(expected):
+        return f"parts {sorted(held)}, expected {sorted(expected)}"
+    for name, (dtype, shape) in expected.items():
+        part = q.parts[name]
+        if part.dtype != dtype or tuple(part.shape) != shape:
+            return f"{name!r} is {part.dtype} {list(part.shape)}, expected {dtype} {list(shape)}"
+    return None
+
+
 def _unpack(q: QTensor) -> tuple[Tensor, int, Tensor, Tensor | None]:
-    """Codes [n, K], offset, scale [n, G] and bias [n, G] or None."""
+    """Codes [n, K], offset, scale [n, G] and bias [n, G] or None; columns as stored."""
     n, k = q.shape
     if q.fmt == "q8":
-        return q.parts["codes"], 0, q.parts["scale"], None
+        return q.parts["codes"], 0, q.parts["scale"], q.parts.get("zero")
     if q.fmt == "q4":
-        packed, zero = q.parts["codes"], q.parts.get("zero")
+        packed, scale, zero = q.parts["codes"], q.parts["scale"], q.parts.get("zero")
         ints = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)[:, :k]
-        return ints, 8 if zero is None else 0, q.parts["scale"], zero
+        if "zero_point" in q.parts:
+            zero = q.parts["zero_point"] * -scale
+        return ints, 8 if zero is None else 0, scale, zero
     form = GGUF[q.fmt]
     blocks = q.parts["blocks"].unflatten(1, (-1, form.nbytes))  # [n, B, bytes]
     scale, bias = _f16(blocks, 208 if q.fmt == "q6_k" else 0), None
@@ -315,6 +504,70 @@ def _q4_scale(low: Tensor, high: Tensor) -> Tensor:
     return torch.where(positive <= negative, positive, -negative)
 
 
+def _round_out_f16(step: Tensor) -> Tensor:
+    """The next float16 number away from zero, as float32; unchanged beyond float16's largest and smallest."""
+    half = step.half()
+    # the next larger magnitude is the next integer, whatever the sign
+    outer = (half.view(torch.int16) + (half.float().abs() < step.abs())).view(torch.float16).float()
+    return torch.where(outer.isfinite() & (step.abs() >= SMALLEST_F16), outer, step)
+
+
+class _Grid(NamedTuple):
+    """The numbers that a group of a format may hold, by the range they must reach."""
+
+    fmt: str
+    symmetric: bool
+    half: bool  # whether steps are float16 numbers
+
+    @property
+    def bounds(self) -> tuple[int, int, int]:
+        return BOUNDS[self.fmt, self.symmetric]
+
+    def fit(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Step, and the weight of code 0 if asymmetric."""
+        least, most, _ = self.bounds
+        if not self.symmetric:
+            step = (high - low) / (most - least)
+            return step, low - least * step
+        step = _q4_scale(low, high) if self.fmt == "q4" else torch.maximum(high, -low) / most
+        return _round_out_f16(step) if self.half else step, None
+
+    def round(self, x: Tensor, step: Tensor, zero: Tensor | None) -> Tensor:
+        """The code of each weight before the offset, as float32."""
+        x = x if zero is None else x - zero
+        return (x / step.masked_fill(step == 0, 1)).round_().clamp_(*self.bounds[:2])
+
+    def error(self, x: Tensor, low: Tensor, high: Tensor, last: int) -> Tensor:
+        """Sum of squared errors of each group, in float64; the last group counts its first weights only."""
+        step, zero = self.fit(low, high)
+        w = self.round(x, step, zero).mul_(step)
+        w = w if zero is None else w.add_(zero)
+        off = w.double().sub_(x)
+        off[:, -1, last:] = 0
+        return off.square_().sum(-1, keepdim=True)
+
+
+def _search_clip(x: Tensor, low: Tensor, high: Tensor, grid: _Grid, steps: int, last: int) -> tuple[Tensor, Tensor]:
+    """The ends between which each group of x [n, G, group] is rounded with the least error.
+
+    The ends of a symmetric group come nearer to zero together, those of an asymmetric one to each
+    other, first the low one, then the high one from where the low one is best.
+    """
+    best = grid.error(x, low, high, last)
+    for moves_low, moves_high in ((1, 1),) if grid.symmetric else ((1, 0), (0, 1)):
+        first_low, first_high = low, high
+        low_span, high_span = (low, high) if grid.symmetric else (low - high, high - low)
+        for i in range(1, steps + 1):
+            cut = 0.5 * (i / steps) ** 2  # finer near the whole range, where the best of 8 bits lies
+            new_low = first_low - low_span * (cut * moves_low)
+            new_high = first_high - high_span * (cut * moves_high)
+            error = grid.error(x, new_low, new_high, last)
+            is_better = error < best
+            best = torch.where(is_better, error, best)
+            low, high = torch.where(is_better, new_low, low), torch.where(is_better, new_high, high)
+    return low, high
+
+
 def _row_chunks(n: int, k: int) -> Iterator[slice]:
     step = max(1, CHUNK // k)
     return (slice(start, min(start + step, n)) for start in range(0, n, step))
@@ -327,6 +580,32 @@ def _gguf_form(ggml_type: str | int) -> tuple[str, Block]:
             return fmt, form
     known = ", ".join(f"{fmt.upper()} ({form.ggml_type})" for fmt, form in GGUF.items())
     raise ValueError(f"GGUF type {ggml_type!r}: expected one of {known}")
+
+
+def _map_rows(q: QTensor, n: int, take: Callable[[Tensor], Tensor]) -> QTensor:
+    """n rows of q: take of every part that has a row for each."""
+    parts = {name: part if name == "perm" else take(part) for name, part in q.parts.items()}
+    return replace(q, shape=(n, q.shape[1]), parts=parts)
+
+
+def _perm_problem(q: QTensor) -> str | None:
+    """Why q's perm cannot be one; None where it can."""
+    perm, k = q.parts["perm"], q.shape[1]
+    if not q.group:
+        return "act-order needs groups, and a dense weight has none"
+    if k % q.group:
+        return f"act-order needs whole groups, but the last of {q.group} columns is short"
+    if perm.dtype != torch.int32 or tuple(perm.shape) != (k,):
+        return f"perm must be int32 [{k}], got {perm.dtype} {list(perm.shape)}"
+    if not perm.sort().values.equal(torch.arange(k, dtype=torch.int32, device=perm.device)):
+        return f"perm does not hold each of 0..{k - 1} once"
+    return None
+
+
+def _check_plain(q: QTensor, verb: str) -> None:
+    for name, part in q.parts.items():
+        if not isinstance(part, Tensor):
+            raise ValueError(f"{q.fmt} {q.shape} in layout {q.layout!r}: cannot {verb} {name!r}, which is no tensor")
 
 
 def _check_rows_layout(q: QTensor) -> None:

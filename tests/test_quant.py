@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from gguf import GGMLQuantizationType as GgmlType
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from csrc_triton.cpu import matmul_cpu, pack
 from csrc_triton.quant import (
     GGUF,
     QTensor,
@@ -22,10 +29,14 @@ from csrc_triton.quant import (
     dequantize,
     from_gguf,
     interleave_rows,
+    load_qtensors,
     num_segments,
+    permute_input,
     quantize,
     reference_matmul,
+    save_qtensors,
     take_rows,
+    with_perm,
 )
 
 BLOCK_FORMATS = [fmt for fmt, form in GGUF.items() if form.group]
@@ -34,7 +45,7 @@ DENSE_FORMATS = [fmt for fmt, form in GGUF.items() if not form.group]
 F16_FIELDS = {fmt: (0,) if fmt in ("q4_0", "q5_0", "q8_0") else (0, 2) for fmt in BLOCK_FORMATS}
 F16_FIELDS["q6_k"] = (208,)
 SPECIAL_F16 = [0.0, -0.0, 2.0**-24, -(2.0**-24), 1e-6, -0.3, 1.0, 65504.0, -65504.0]
-OURS = [("q4", True), ("q4", False), ("q8", True)]
+OURS = [("q4", True), ("q4", False), ("q8", True), ("q8", False)]
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -64,16 +75,22 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def any_weight(fmt: str, n: int = 70, k: int = 256, seed: int = 0) -> QTensor:
-    """A weight of any format; of ours, one whose last group is short."""
+    """A weight of any format; of ours, one whose last group is short where that may be."""
     w = torch.randn(n, k, generator=seeded(seed))
     if fmt in BLOCK_FORMATS:
         return from_gguf(random_raw(fmt, n, k, seed), fmt, (n, k))
     if fmt in DENSE_FORMATS:
         return dense(w.to({"f32": torch.float32, "f16": torch.float16}.get(fmt, torch.bfloat16)))
-    return quantize(w, fmt[:2], group=96, symmetric=fmt != "q4 asymmetric")
+    if fmt.endswith("act-order"):
+        return with_perm(quantize(w, fmt[:2], 64), torch.randperm(k, generator=seeded(k)).int())
+    q = quantize(w, fmt[:2], group=96, symmetric=not fmt.endswith("asymmetric"))
+    if fmt.endswith("zero point"):
+        points = torch.randint(0, 17, q.parts["scale"].shape, generator=seeded(seed)).to(torch.uint8)
+        return replace(q, parts={**q.parts, "zero_point": points})
+    return q
 
 
-ANY_FORMAT = [*GGUF, "q4", "q4 asymmetric", "q8"]
+ANY_FORMAT = [*GGUF, "q4", "q4 asymmetric", "q4 zero point", "q4 act-order", "q8", "q8 asymmetric", "q8 act-order"]
 
 
 # GGUF
@@ -154,27 +171,43 @@ def test_a_real_file_dequantizes_like_the_gguf_package(demo_model_path: Path) ->
 # quantize
 
 
+def round_out(scale: Tensor) -> Tensor:
+    """The nearest float16 number that is no smaller in magnitude, if float16 reaches that far."""
+    if not 2.0**-24 <= abs(scale) <= 65504:
+        return scale
+    half = np.float16(scale.item())
+    if abs(float(half)) < abs(scale):
+        half = np.nextafter(half, np.float16(math.copysign(np.inf, scale.item())))
+    return torch.tensor(float(half))
+
+
 def plain_quantize(w: Tensor, fmt: str, group: int, symmetric: bool) -> Tensor:
     """The rule in loops, one group at a time."""
     out = torch.empty(w.shape)
     for row, result in zip(w, out, strict=True):
         for start in range(0, len(row), group):
             x = row[start : start + group]
-            low, high = x.min(), x.max()
-            zero, least, most = torch.tensor(0.0), -8, 7
-            if fmt == "q8":
-                scale, least, most = x.abs().max() / 127, -127, 127
-            elif symmetric:
-                up, down = torch.max(high / 7, low / -8), torch.max(high / 8, low / -7)
-                scale = up if up <= down else -down
-            else:
-                scale, zero, least, most = (high - low) / 15, low, 0, 15
-            if scale == 0:
-                result[start : start + group] = zero
-            else:
-                steps = torch.round((x - zero) / scale).clamp(least, most)
-                result[start : start + group] = steps * scale + zero
+            result[start : start + group] = plain_group(x, x.min(), x.max(), fmt, symmetric, group < min(128, len(row)))
     return out
+
+
+def plain_group(x: Tensor, low: Tensor, high: Tensor, fmt: str, symmetric: bool, is_half: bool) -> Tensor:
+    """The weights x rounded in the range low..high."""
+    zero, least, most = torch.tensor(0.0), -8, 7
+    if not symmetric:
+        least, most = (0, 15) if fmt == "q4" else (-128, 127)
+        scale = (high - low) / (most - least)
+        zero = low - least * scale
+    elif fmt == "q8":
+        scale, least, most = torch.max(high, -low) / 127, -127, 127
+    else:
+        up, down = torch.max(high / 7, low / -8), torch.max(high / 8, low / -7)
+        scale = up if up <= down else -down
+    if is_half and symmetric:
+        scale = round_out(scale)
+    if scale == 0:
+        return zero.expand_as(x)
+    return torch.round((x - zero) / scale).clamp(least, most) * scale + zero
 
 
 @pytest.mark.parametrize(("fmt", "symmetric"), OURS)
@@ -220,6 +253,42 @@ def test_ties_round_to_even() -> None:
     assert quantize(w, "q8", None).parts["codes"].tolist() == [[127, 0, 2, 0, -2, 2]]
 
 
+@pytest.mark.parametrize("fmt", ["q4", "q8"])
+@pytest.mark.parametrize("group", [1, 32, 64, 127])
+def test_symmetric_scales_of_small_groups_are_float16_numbers(fmt: str, group: int) -> None:
+    w = (torch.rand(40, 256, generator=seeded()) + 0.1) * torch.logspace(-2, 4, 40)[:, None]
+    w[:, ::3] *= -1
+    scale = quantize(w, fmt, group).parts["scale"]
+    assert torch.equal(scale, scale.half().float())
+    assert (scale == 0).sum() == 0
+
+
+@pytest.mark.parametrize(("fmt", "steps"), [("q4", 7), ("q8", 127)])
+def test_float16_scales_are_rounded_away_from_zero_and_never_to_zero_or_infinity(fmt: str, steps: int) -> None:
+    halves = torch.tensor([2.0**-24, 3 * 2.0**-24, 2.0**-14, 0.1, 1.0, 1234.0, 65504.0]).half().float()
+    want = torch.cat([halves * (1 - 2.0**-20), halves, halves[:-1] * (1 + 2.0**-20), torch.tensor([1e-9, 1e5, 2e36])])
+    w = torch.zeros(len(want), 4)
+    w[:, 0], w[:, 1] = want * steps, -want * steps
+    scale = quantize(w, fmt, 2).parts["scale"][:, 0]
+    assert torch.equal(scale, torch.stack([round_out(s) for s in (w[:, 0] / steps)]))
+    assert (scale >= w[:, 0] / steps).all() and (scale > 0).all() and scale.isfinite().all()
+    assert torch.equal(quantize(-w, fmt, 2).parts["scale"][:, 0].abs(), scale)
+
+
+@pytest.mark.parametrize("fmt", ["q4", "q8"])
+@pytest.mark.parametrize(("k", "group"), [(256, 128), (200, None), (96, 96), (33, 64)])
+def test_scales_of_whole_rows_and_wide_groups_are_not_rounded(fmt: str, k: int, group: int | None) -> None:
+    w = torch.randn(30, k, generator=seeded())
+    scale = quantize(w, fmt, group).parts["scale"]
+    assert (scale != scale.half().float()).any()
+
+
+def test_asymmetric_q8_reaches_both_ends_from_the_middle() -> None:
+    q = quantize(torch.tensor([[0.0, 255, 1, 127.5, 128.5]]), "q8", None, symmetric=False)
+    assert q.parts["codes"].tolist() == [[-128, 127, -127, 0, 0]]
+    assert (q.parts["scale"].item(), q.parts["zero"].item()) == (1.0, 128.0)
+
+
 def test_the_even_column_is_the_low_nibble() -> None:
     w = torch.tensor([[0.0, 1, 15, 2, 5]])
     q = quantize(w, "q4", None, symmetric=False)
@@ -258,6 +327,63 @@ def test_large_weights_are_worked_on_in_chunks(monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(dequantize(q), plain_quantize(w, fmt, 32, symmetric))
 
 
+# clip_search
+
+
+def group_errors(q: QTensor, w: Tensor) -> Tensor:
+    off = F.pad((dequantize(q).double() - w.double()).square(), (0, -w.shape[1] % q.group))
+    return off.unflatten(1, (-1, q.group)).sum(-1)
+
+
+@pytest.mark.parametrize(("fmt", "symmetric"), OURS)
+@pytest.mark.parametrize("group", [32, 64, 128, None])
+@pytest.mark.parametrize("shift", [0.0, 3.0])
+def test_a_search_never_adds_to_the_error_of_a_group(
+    fmt: str, symmetric: bool, group: int | None, shift: float
+) -> None:
+    w = torch.randn(40, 200, generator=seeded()) ** 3 + shift
+    w[3] = 0
+    w[4, 40:] = 0.25
+    plain, searched = (quantize(w, fmt, group, symmetric, clip_search=steps) for steps in (0, 12))
+    before, after = group_errors(plain, w), group_errors(searched, w)
+    assert (after <= before * (1 + 1e-12)).all()
+    assert after.sum() < before.sum()
+    again = quantize(w, fmt, group, symmetric, clip_search=12)
+    assert all(torch.equal(again.parts[name], part) for name, part in searched.parts.items())
+    if symmetric and group in (32, 64):
+        assert torch.equal(searched.parts["scale"], searched.parts["scale"].half().float())
+
+
+@pytest.mark.parametrize(("fmt", "symmetric"), OURS)
+def test_a_search_keeps_the_best_of_the_ranges(fmt: str, symmetric: bool) -> None:
+    w, steps = torch.randn(6, 80, generator=seeded()) ** 3, 10
+    q = quantize(w, fmt, 32, symmetric, clip_search=steps)
+    cuts = [0.5 * (i / steps) ** 2 for i in range(steps + 1)]
+    for row, errors in zip(w, group_errors(q, w), strict=True):
+        for x, error in zip(row.split(32), errors, strict=True):
+            low, high = x.min(), x.max()
+
+            def loss(low: Tensor, high: Tensor, x: Tensor = x) -> float:
+                return (plain_group(x, low, high, fmt, symmetric, True).double() - x).square().sum().item()
+
+            if symmetric:
+                least = min(loss(low - low * cut, high - high * cut) for cut in cuts)
+            else:
+                span = high - low
+                start = min((low + span * cut for cut in cuts), key=lambda low: loss(low, high))
+                least = min(loss(start, high - (high - start) * cut) for cut in cuts)
+            assert error.item() == pytest.approx(least, rel=1e-9)
+
+
+def test_a_search_works_in_chunks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = torch.randn(23, 100, generator=seeded())
+    whole = [quantize(w, fmt, 32, symmetric, clip_search=5) for fmt, symmetric in OURS]
+    monkeypatch.setattr("csrc_triton.quant.CHUNK", 250)
+    for q, (fmt, symmetric) in zip(whole, OURS, strict=True):
+        chunked = quantize(w, fmt, 32, symmetric, clip_search=5)
+        assert all(torch.equal(q.parts[name], chunked.parts[name]) for name in q.parts)
+
+
 # codes
 
 
@@ -278,16 +404,18 @@ def test_codes_times_scale_plus_bias_is_the_weight(fmt: str) -> None:
     # the largest term of the sum decides how far two roundings can part
     size = w.abs() if bias is None else torch.maximum(w.abs(), bias.abs())
     w = w if bias is None else w + bias
-    assert ((w - dequantize(q)).abs() <= torch.finfo(torch.float32).eps * size).all()
+    stored = permute_input(dequantize(q), q)
+    assert ((w - stored).abs() <= torch.finfo(torch.float32).eps * size).all()
     if fmt in BLOCK_FORMATS:
         assert torch.equal(w, dequantize(q))
 
 
 def test_codes_of_each_format_have_their_range() -> None:
-    ranges = dict.fromkeys(("q4", "q4 asymmetric", "q4_0", "q4_1", "q4_k"), (torch.uint8, 0, 15))
+    fours = ("q4", "q4 asymmetric", "q4 zero point", "q4_0", "q4_1", "q4_k")
+    ranges = dict.fromkeys(fours, (torch.uint8, 0, 15))
     ranges |= dict.fromkeys(("q5_0", "q5_1", "q5_k"), (torch.uint8, 0, 31))
     ranges |= {"q6_k": (torch.int8, -32, 31), "q8_0": (torch.int8, -128, 127)}
-    ranges |= {"q8": (torch.int8, -127, 127)}
+    ranges |= {"q8": (torch.int8, -127, 127), "q8 asymmetric": (torch.int8, -128, 127)}
     for fmt, (dtype, low, high) in ranges.items():
         view = codes(any_weight(fmt))
         assert (view.codes.dtype, int(view.codes.min()), int(view.codes.max())) == (
@@ -342,7 +470,8 @@ def test_joined_rows_are_one_weight(fmt: str) -> None:
     assert q.shape == (104, 256)
     assert q.segments == num_segments(104, 256)
     assert torch.equal(dequantize(q), torch.cat([dequantize(part) for part in parts]))
-    assert q.nbytes == sum(part.nbytes for part in parts)
+    once = sum(part.parts["perm"].nbytes for part in parts[1:] if "perm" in part.parts)
+    assert q.nbytes == sum(part.nbytes for part in parts) - once
 
 
 @pytest.mark.parametrize("fmt", ANY_FORMAT)
@@ -357,6 +486,205 @@ def test_interleaved_rows_alternate_in_blocks(fmt: str, n: int) -> None:
     order = torch.cat([rows[:n].view(-1, 1), rows[n:].view(-1, 1)], dim=1).flatten()
     w = torch.cat([dequantize(a), dequantize(b)])
     assert torch.equal(dequantize(interleave_rows(a, b, block=1)), w[order])
+
+
+def test_an_integer_zero_point_is_taken_off_before_the_scale() -> None:
+    q = any_weight("q4 zero point", 9, 200)
+    ints, points = codes(q).codes.double(), q.parts["zero_point"].double().repeat_interleave(96, 1)[:, :200]
+    scale = q.parts["scale"].double().repeat_interleave(96, 1)[:, :200]
+    # exact in float64, so this rounds once
+    assert torch.equal(dequantize(q), ((ints - points) * scale).float())
+
+
+# act-order
+
+
+def test_columns_of_groups_are_put_back_in_their_places() -> None:
+    w, perm = torch.randn(70, 256, generator=seeded()), torch.randperm(256, generator=seeded(1)).int()
+    stored = quantize(w[:, perm.long()], "q4", 64)
+    q = with_perm(stored, perm)
+    whole = torch.empty(70, 256)
+    whole[:, perm.long()] = dequantize(stored)
+    assert torch.equal(dequantize(q), whole)
+    assert (whole - w).abs().max() < (dequantize(stored) - w).abs().max()
+    assert q.nbytes == stored.nbytes + 4 * 256
+    x = torch.randn(3, 256, generator=seeded(2))
+    assert torch.equal(permute_input(x, q), x[:, perm.long()])
+    assert permute_input(x, stored) is x
+    assert torch.equal(permute_input(x[0], q), x[0, perm.long()])
+    torch.testing.assert_close(reference_matmul(permute_input(x, q), stored), reference_matmul(x, q))
+
+
+@pytest.mark.parametrize("scheme", ["f32", "i8", "i4", "w8a8", None])
+@pytest.mark.parametrize("fmt", ["q4", "q8"])
+def test_a_packed_weight_takes_columns_in_the_order_of_its_input(fmt: str, scheme: str | None) -> None:
+    w, perm = torch.randn(64, 256, generator=seeded()), torch.randperm(256, generator=seeded(1)).int()
+    q = with_perm(quantize(w[:, perm.long()], fmt, 32 if fmt == "q4" else None), perm)
+    packed, x = pack(q, scheme), torch.randn(5, 256, generator=seeded(2))
+    assert ("perm" in packed.parts) == (packed.layout == "cpu-i4" and fmt == "q4")
+    y, want = matmul_cpu(x, packed).double(), reference_matmul(x, q)
+    assert (y - want).norm() < (0.15 if scheme == "i4" and fmt == "q8" else 0.02) * want.norm()
+    rows = replace(packed, layout=f"{packed.layout}-rows")
+    torch.testing.assert_close(matmul_cpu(x, rows), y.float())
+
+
+@pytest.mark.parametrize("scheme", ["f32", "i8", "w8a8", None])
+def test_asymmetric_q8_is_never_taken_for_symmetric(scheme: str | None) -> None:
+    q = quantize(torch.randn(64, 128, generator=seeded()) + 2, "q8", None, symmetric=False)
+    packed, x = pack(q, scheme), torch.randn(5, 128, generator=seeded(2))
+    assert scheme is not None or packed.layout in ("cpu-f16", "cpu-f32")
+    want = reference_matmul(x, q)
+    assert (matmul_cpu(x, packed) - want).norm() < 0.02 * want.norm()
+
+
+# files
+
+
+@pytest.mark.parametrize("fmt", ANY_FORMAT)
+def test_saved_weights_come_back_bit_for_bit(fmt: str, tmp_path: Path) -> None:
+    q = any_weight(fmt, 70, 512)
+    weights = {"whole": q, "a.part": q[3:9], "b": q[9:40], "": any_weight(fmt, 2, 512)}
+    save_qtensors(tmp_path / "weights", weights)
+    loaded = load_qtensors(tmp_path / "weights")
+    assert list(loaded) == list(weights)
+    for name, q in weights.items():
+        got = loaded[name]
+        assert replace(got, parts={}).__dict__ == replace(q, parts={}).__dict__
+        assert list(got.parts) == list(q.parts)
+        for part, tensor in q.parts.items():
+            assert got.parts[part].dtype == tensor.dtype
+            assert torch.equal(got.parts[part].view(torch.uint8), tensor.contiguous().view(torch.uint8))
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+
+
+@pytest.mark.parametrize("scheme", ["f32", "i8", "i4"])
+def test_a_packed_layout_of_tensors_can_be_saved(scheme: str, tmp_path: Path) -> None:
+    w = torch.randn(64, 128, generator=seeded())
+    q = pack(with_perm(quantize(w, "q4", 32), torch.arange(127, -1, -1).int()), scheme)
+    save_qtensors(tmp_path / "weights", {"w": q})
+    got, x = load_qtensors(tmp_path / "weights")["w"], torch.randn(3, 128, generator=seeded())
+    assert (got.layout, got.parts.keys()) == (f"cpu-{scheme}", q.parts.keys())
+    assert torch.equal(matmul_cpu(x, got), matmul_cpu(x, q))
+
+
+def test_loaded_weights_do_not_follow_the_file(tmp_path: Path) -> None:
+    path, first, second = tmp_path / "weights", any_weight("q4", seed=1), any_weight("q4", seed=2)
+    save_qtensors(path, {"w": first})
+    loaded = load_qtensors(path)["w"]
+    # as torch aligns its own memory, which a place in a file need not be
+    assert all(part.data_ptr() % 64 == 0 for part in loaded.parts.values())
+    save_qtensors(path, {"w": second})
+    assert torch.equal(dequantize(loaded), dequantize(first))
+    assert torch.equal(dequantize(load_qtensors(path)["w"]), dequantize(second))
+
+
+def test_a_failed_save_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    with pytest.raises(OSError):
+        save_qtensors(tmp_path / "weights", {"w": any_weight("q4")})
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+
+
+def test_panels_that_torch_cannot_see_are_not_saved_or_moved(tmp_path: Path) -> None:
+    q = QTensor("bf16", (64, 64), 0, 1, "cpu-f16", {"panels": object()})
+    with pytest.raises(ValueError, match=r"layout 'cpu-f16': cannot save 'w' with its 'panels', which is no tensor"):
+        save_qtensors(tmp_path / "weights", {"w": q})
+    with pytest.raises(ValueError, match="cannot move 'panels', which is no tensor"):
+        q.to("cpu")
+    assert not list(tmp_path.iterdir())
+
+
+def test_contradictions_are_not_saved(tmp_path: Path) -> None:
+    q = any_weight("q4", 4, 8)
+    for wrong, message in (
+        (
+            replace(q, shape=(5, 8)),
+            r"'w', q4 \(5, 8\): 'scale' is torch.float32 \[4, 1\], expected torch.float32 \[5, 1\]",
+        ),
+        (replace(q, fmt="q8"), r"'codes' is torch.uint8 \[4, 4\], expected torch.int8 \[4, 8\]"),
+        (replace(q, parts={"codes": q.parts["codes"]}), r"parts \['codes'\], expected \['codes', 'scale'\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            save_qtensors(tmp_path / "weights", {"w": wrong})
+    assert not list(tmp_path.iterdir())
+
+
+def spoil(path: Path, **changes: object) -> None:
+    """Rewrite a saved file with other values in the metadata of its weight; None removes one."""
+    with safe_open(path, "pt") as file:
+        saved = json.loads(file.metadata()["qtensors"])
+        tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    entry = {key: value for key, value in (saved["weights"]["w"] | changes).items() if value is not None}
+    save_file(tensors, path, {"qtensors": json.dumps(saved | {"weights": {"w": entry}})})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fmt": None}, "weight 'w' has no 'fmt'"),
+        ({"fmt": "q5"}, "weight 'w' has 'fmt' 'q5'"),
+        ({"fmt": ["q4"]}, r"weight 'w' has 'fmt' \['q4'\]"),
+        ({"fmt": "q8"}, r"'codes' is torch.uint8 \[70, 128\], expected torch.int8 \[70, 256\]"),
+        ({"fmt": "q4_0"}, "group 64, expected 32"),
+        ({"fmt": "f32", "group": 0}, "act-order needs groups"),
+        ({"shape": [70]}, r"weight 'w' has 'shape' \[70\]"),
+        ({"shape": [70, 0]}, "has 'shape'"),
+        ({"shape": [70, 256.0]}, "has 'shape'"),
+        ({"shape": [71, 256]}, r"'scale' is torch.float32 \[70, 4\], expected torch.float32 \[71, 4\]"),
+        ({"shape": [70, 128], "segments": 1}, r"perm must be int32 \[128\], got torch.int32 \[256\]"),
+        ({"group": True}, "has 'group' True"),
+        ({"group": 0}, "act-order needs groups"),
+        ({"group": 96}, "the last of 96 columns is short"),
+        ({"group": 128}, r"'scale' is torch.float32 \[70, 4\], expected torch.float32 \[70, 2\]"),
+        ({"segments": 0}, "has 'segments' 0"),
+        ({"segments": 3}, "3 segments, expected at most 2"),
+        ({"layout": 1}, "has 'layout' 1"),
+        ({"parts": []}, r"has 'parts' \[\]"),
+        ({"parts": ["codes", "codes", "scale", "perm"]}, "has 'parts'"),
+        ({"parts": ["codes", "scale", "perm", "zero"]}, "part 'zero' is missing"),
+        ({"parts": ["codes", "scale"]}, "tensor 'w.perm' belongs to no weight"),
+        ({"parts": ["codes", "perm"]}, r"parts \['codes'\], expected \['codes', 'scale'\]"),
+    ],
+)
+def test_damaged_metadata_is_named(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    save_qtensors(path, {"w": any_weight("q4 act-order")})
+    spoil(path)
+    assert torch.equal(dequantize(load_qtensors(path)["w"]), dequantize(any_weight("q4 act-order")))
+    spoil(path, **changes)
+    with pytest.raises(ValueError, match=message):
+        load_qtensors(path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (None, "metadata 'qtensors' is missing: not a file of save_qtensors"),
+        ({"format": "pt"}, "metadata 'qtensors' is missing"),
+        ({"qtensors": "{"}, "metadata 'qtensors' is not readable as JSON"),
+        ({"qtensors": "[]"}, "metadata 'qtensors' holds no weights"),
+        ({"qtensors": '{"version": 2, "weights": {}}'}, "is of version 2, expected 1"),
+        ({"qtensors": '{"weights": {}}'}, "is of version None, expected 1"),
+        ({"qtensors": '{"version": 1, "weights": {"w": 3}}'}, "weight 'w' has no 'fmt'"),
+        ({"qtensors": '{"version": 1, "weights": {}}'}, "tensor 'w.codes' belongs to no weight"),
+    ],
+)
+def test_foreign_files_are_refused(metadata: dict[str, str] | None, message: str, tmp_path: Path) -> None:
+    save_file({"w.codes": torch.zeros(2)}, tmp_path / "weights", metadata)
+    with pytest.raises(ValueError, match=message):
+        load_qtensors(tmp_path / "weights")
+
+
+def test_cut_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    save_qtensors(path, {"w": any_weight("q4")})
+    whole = path.read_bytes()
+    for size in (0, 7, 40, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="no sound safetensors file"):
+            load_qtensors(path)
+    with pytest.raises(FileNotFoundError):
+        load_qtensors(tmp_path / "absent")
 
 
 # numbers
@@ -390,11 +718,14 @@ def test_nbytes_is_exact() -> None:
     assert dense(w.half()).nbytes == 10 * 65 * 2
     assert any_weight("q6_k", 3, 512).nbytes == 3 * 2 * 210
     assert any_weight("q4_0", 8, 64)[2:5].nbytes == 3 * 2 * 18
+    assert quantize(w, "q8", 32, symmetric=False).nbytes == 10 * (65 + 8 * 3)
+    assert any_weight("q4 zero point", 10, 192).nbytes == 10 * (96 + 5 * 2)
+    assert any_weight("q4 act-order", 10, 128).nbytes == 10 * (64 + 4 * 2) + 4 * 128
 
 
 def test_moving_keeps_every_part() -> None:
     q = quantize(torch.ones(2, 4), "q4", symmetric=False)
-    moved = q.to_device("meta")
+    moved = q.to("meta")
     assert moved.device == torch.device("meta")
     assert (q.device, moved.nbytes, moved.segments) == (torch.device("cpu"), q.nbytes, q.segments)
 
@@ -407,12 +738,15 @@ def test_reference_matmul_is_the_float64_product() -> None:
 
 # mistakes
 
+UP, DOWN = list(range(8)), list(range(7, -1, -1))
+
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda w: quantize(w, "q5"), r"'q5' symmetric=True: expected 'q4'"),
-        (lambda w: quantize(w, "q8", symmetric=False), "expected 'q4', or a symmetric 'q8'"),
+        (lambda w: quantize(w, "q5"), r"'q5' symmetric=True: expected 'q4' or 'q8'"),
+        (lambda w: quantize(w, "q4", clip_search=-1), "clip_search -1: expected a count"),
+        (lambda w: quantize(w, "q4", clip_search=0.5), "clip_search 0.5: expected a count"),
         (lambda w: quantize(w, "q4", group=-1), "group -1: expected a positive integer"),
         (lambda w: quantize(w, "q4", group=32.0), "group 32.0: expected a positive integer"),
         (lambda w: quantize(w[0], "q4"), r"shape \(8,\): expected \(N, K\)"),
@@ -454,6 +788,26 @@ def test_reference_matmul_is_the_float64_product() -> None:
             lambda w: cat_rows([quantize(w, "q8", 2), quantize(w, "q8", 4)]),
             "cannot join 2 weights",
         ),
+        (
+            lambda w: cat_rows([with_perm(quantize(w, "q4"), torch.tensor(p).int()) for p in (UP, DOWN)]),
+            "cannot join 2 weights: they take their columns in different orders",
+        ),
+        (
+            lambda w: cat_rows([quantize(w, "q4"), with_perm(quantize(w, "q4"), torch.tensor(UP).int())]),
+            "cannot join 2 weights: .*'perm'",
+        ),
+        (
+            lambda w: with_perm(quantize(w, "q4", 3), torch.tensor(UP).int()),
+            r"q4 \(4, 8\): act-order needs whole groups, but the last of 3 columns is short",
+        ),
+        (lambda w: with_perm(dense(w), torch.tensor(UP).int()), "act-order needs groups, and a dense weight has"),
+        (lambda w: with_perm(quantize(w, "q4"), torch.tensor(UP)), r"perm must be int32 \[8\], got torch.int64 \[8\]"),
+        (lambda w: with_perm(quantize(w, "q4"), torch.arange(7).int()), r"perm must be int32 \[8\], got .* \[7\]"),
+        (lambda w: with_perm(quantize(w, "q4"), torch.zeros(8).int()), "perm does not hold each of 0..7 once"),
+        (
+            lambda w: with_perm(with_perm(quantize(w, "q4"), torch.tensor(UP).int()), torch.tensor(UP).int()),
+            "its columns have an order already",
+        ),
         (lambda w: interleave_rows(dense(w), dense(w[:2])), r"\(2, 8\) .* expected equal shapes"),
         (lambda w: interleave_rows(dense(w), dense(w), block=0), "in blocks of 0"),
         (lambda w: num_segments(0, 5), r"shape \(0, 5\): expected"),
@@ -480,6 +834,6 @@ def test_weights_must_be_finite(fmt: str, symmetric: bool, bad: float, column: i
     [dequantize, codes, lambda q: q[:2], lambda q: take_rows(q, [0]), lambda q: cat_rows([q])],
 )
 def test_a_packed_layout_is_refused(call) -> None:
-    q = QTensor("q4", (4, 8), 8, 1, "t64", {"codes": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"q4 \(4, 8\): expected layout 'rows', got 't64'"):
+    q = QTensor("q4", (4, 8), 8, 1, "t64-glu", {"codes": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"q4 \(4, 8\): expected layout 'rows', got 't64-glu'"):
         call(q)
