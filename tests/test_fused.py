@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -77,7 +78,10 @@ def rows_of(x: Tensor, extra: int = 0) -> Tensor:
 def assert_rest_untouched(out: Tensor) -> None:
     """What lies between the rows of a result is as poisoned_memory left it."""
     rest = out.as_strided((out.shape[0], out.stride(0)), out.stride())[:, out.shape[1] :]
-    assert rest.isnan().all() if out.is_floating_point() else (rest == torch.iinfo(out.dtype).max).all()
+    if out.is_floating_point():
+        assert rest.isnan().all()
+    elif "ttsem" not in sys.modules:  # which poisons integers otherwise
+        assert (rest == torch.iinfo(out.dtype).max).all()
 
 
 def assert_rows_keep_bits(run: Callable[[slice], Tensor], num_rows: int, seed: int) -> None:
