@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+from unittest import mock
+
 import gguf
 import numpy as np
 import pytest
@@ -9,8 +16,8 @@ import torch
 from gguf import GGMLQuantizationType as GgmlType
 from torch import Tensor
 
-from csrc_triton import cpu
-from csrc_triton.quant import DENSE, GGUF, QTensor, dense, from_gguf, quantize
+from csrc_triton import cpu, launch, t64
+from csrc_triton.quant import DENSE, GGUF, QTensor, dense, from_gguf, quantize, with_perm
 
 # one, a tile less one, a tile, a tile and one, and so on; 257 is over any block of rows
 ROWS = (1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 130, 257)
@@ -81,3 +88,118 @@ def takes_k(fmt: str, k: int) -> bool:
 
 def _largest(x: Tensor) -> float:
     return x.abs().max().item() if x.numel() else 0.0
+
+
+# ---- kernels ------------------------------------------------------------------------------------------
+
+# a name of `kind_of_weight` for every way that a kernel reads a weight, and a few more ways to store one
+KINDS = (
+    *("q4/128", "q4/256", "q4/row", "q4/32", "q4/64", "q4/96", "q4/64 perm", "q4/128 zero", "q4/row zero"),
+    *("q4/64 zero", "q4/128 zero f32", "q4/32 bias", "q4/64 bias", "q4/128 bias", "q4/row bias"),
+    *("q8/row", "q8/128", "q8/32", "q8/32 bias", "q8/row bias", "q8/128 perm"),
+    *(fmt for fmt in GGUF if fmt not in DENSE),
+)
+# one for each form (t64.Form), dense last
+FORM_KINDS = (
+    *("q4/128", "q4/row", "q4/128 zero", "q4/row zero", "q4/32 bias", "q4/64 bias", "q4/128 bias"),
+    *("q8/row", "q8/128", "q8/32 bias", "q8/row bias"),
+    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "dense"),
+)
+
+
+def kind_of_weight(kind: str, n: int, k: int, seed: int = 0) -> QTensor:
+    """A weight in storage layout: a format of GGUF, or ours as "format/group", with
+    "bias" (asymmetric), "zero" (integer zero points, float16 scales unless "f32") or "perm" (act-order).
+    """
+    name, _, rest = kind.partition("/")
+    if kind == "dense":
+        return random_weight("f32", n, k, seed)
+    if not rest:
+        return random_weight(kind, n, k, seed, size=0.1)
+    size, *extra = rest.split()
+    gen = torch.Generator().manual_seed(seed)
+    q = quantize(torch.randn(n, k, generator=gen), name, None if size == "row" else int(size), "bias" not in extra)
+    if "zero" in extra:
+        scale = q.parts["scale"]
+        points = torch.randint(0, 17, scale.shape, generator=gen).to(torch.uint8)
+        scale = scale if "f32" in extra else scale.half().float()
+        q = replace(q, parts={**q.parts, "scale": scale, "zero_point": points})
+    return with_perm(q, torch.randperm(k, generator=gen).int()) if "perm" in extra else q
+
+
+def fitting_k(kind: str, k: int) -> int:
+    """k, or the next number of columns that the kind can store."""
+    step = GGUF[kind].weights if kind in GGUF else int(kind.split("/")[1].split()[0]) if "perm" in kind else 1
+    return -(-k // step) * step
+
+
+def strided(x: Tensor, gap: int = 8) -> Tensor:
+    """x in rows further apart, with NaN around each."""
+    wide = torch.full((x.shape[0] + 1, x.shape[1] + gap), float("nan"), dtype=x.dtype)
+    rows = wide[1:, : x.shape[1]]
+    return rows.copy_(x)
+
+
+@contextmanager
+def one_tile(rows: int, cols: int) -> Iterator[None]:
+    """Every launch of a matmul is cut so, whatever the tables say."""
+    with mock.patch.object(launch, "tile_for", lambda *_: launch.Tile(rows, cols, warps=4, stages=2)):
+        yield
+
+
+def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Few choices of a value for each axis, in which every two values of two axes meet at least once."""
+    ends = [(axis, i) for axis, values in axes.items() for i in range(len(values))]
+    missing = {frozenset(pair) for pair in combinations(ends, 2) if pair[0][0] != pair[1][0]}
+    cases = []
+    for seed in [pair for pair in combinations(ends, 2) if frozenset(pair) in missing]:
+        if frozenset(seed) not in missing:
+            continue
+        chosen = dict(seed)
+        for axis, values in axes.items():
+            if axis not in chosen:
+                gains = [_met(missing, chosen, (axis, i)) for i in range(len(values))]
+                best = [i for i, gain in enumerate(gains) if gain == max(gains)]
+                chosen[axis] = best[len(cases) % len(best)]  # among equals each in its turn
+        missing -= {frozenset(pair) for pair in combinations(chosen.items(), 2)}
+        cases.append({axis: values[chosen[axis]] for axis, values in axes.items()})
+    return cases
+
+
+def _met(missing: set[frozenset[tuple[str, int]]], chosen: dict[str, int], end: tuple[str, int]) -> int:
+    """How many missing pairs a choice for one more axis completes."""
+    return sum(frozenset((end, other)) in missing for other in chosen.items())
+
+
+def kernel_weight(kind: str, n: int, k: int, dtype: torch.dtype, seed: int = 0, segments: int = 0) -> QTensor:
+    """A weight as the kernels take it with activations of a dtype, K cut into so many segments."""
+    q = kind_of_weight(kind, n, k, seed)
+    q = dense(q.parts["weight"].to(dtype)) if kind == "dense" else t64.pack_t64(q)
+    return replace(q, segments=segments) if segments else q
+
+
+def scattered(m: int, k: int, dtype: torch.dtype) -> Tensor:
+    """Activations of very different sizes, so that another order of a sum is another sum."""
+    return strided((torch.randn(m, k) * torch.randn(m, k).mul(2).exp() / 8).to(dtype))
+
+
+def assert_kernel_no_worse(
+    run: Callable[..., Tensor], kind: str, m: int, n: int, k: int, dtype: torch.dtype, added: bool = False
+) -> None:
+    """A matmul launcher against float64; `added`: with a bias and a residual."""
+    k = fitting_k(kind, k)
+    w = kernel_weight(kind, n, k, dtype)
+    weight = w.parts["weight"].float() if kind == "dense" else t64.dequantize_t64(w)
+    x = strided(torch.randn(m, k).to(dtype))
+    more = {"bias": torch.randn(n).to(dtype), "residual": strided(torch.randn(m, n).to(dtype))} if added else {}
+    y = run(x, w, **more)
+    assert (tuple(y.shape), y.dtype) == ((m, n), dtype)
+    exact = x.double() @ weight.double().T
+    plain = x @ weight.to(dtype).T
+    for term in more.values():
+        exact, plain = exact + term.double(), plain + term
+    # in last places of the largest result: few results of torch's may all happen to be exact but for their own
+    # rounding; and torch adds float32 in several short sums, the kernels 128 columns in a row
+    slack = 2.0 if dtype == torch.float32 else 0.5 if m * n < 100 else 0.0
+    slack *= torch.finfo(dtype).eps * _largest(exact)
+    assert_no_worse(y, exact, plain, slack)

@@ -7,16 +7,45 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from checks import ANY_THREADS, FORMATS, ROWS, SCHEMES, assert_close, assert_same_bits, random_weight
+from checks import (
+    ANY_THREADS,
+    FORMATS,
+    ROWS,
+    SCHEMES,
+    assert_close,
+    assert_no_worse,
+    assert_same_bits,
+    fitting_k,
+    kernel_weight,
+    kind_of_weight,
+    one_tile,
+    random_weight,
+    scattered,
+    strided,
+)
+from interpreter import interpreted
 from torch import Tensor
 
+from csrc_triton import qmatmul
 from csrc_triton.cpu import checked, pack
-from csrc_triton.fused import argmax_ref, swiglu_ref
+from csrc_triton.fused import argmax_ref, new_rows, rmsnorm, swiglu, swiglu_ref
+from csrc_triton.launch import kernels_on_cpu
 from csrc_triton.qgemm import prefill_gemm
-from csrc_triton.qmatmul import MAX_ROWS, dequant_matmul, lm_head_argmax, matmul, matmul_ref, swiglu_matmul
-from csrc_triton.quant import QTensor, interleave_rows
+from csrc_triton.qmatmul import (
+    MAX_ROWS,
+    dequant_matmul,
+    lm_head_argmax,
+    matmul,
+    matmul_ref,
+    matmul_rmsnorm,
+    matmul_workspace_nbytes,
+    swiglu_matmul,
+)
+from csrc_triton.quant import QTensor, dense, interleave_rows, quantize
+from csrc_triton.t64 import dequantize_t64, pack_gate_up, pack_t64
 
 # by root mean square, on normally distributed weights; a scheme may round a weight of any storage again:
 # to float16; to 8 bits of its row's largest, with inputs in bfloat16; to 4 bits of its group's range; 8 bits both
@@ -198,3 +227,263 @@ def test_dequant_matmul_takes_no_more_than_its_rows() -> None:
 def test_device_without_a_kernel() -> None:
     with pytest.raises(ValueError, match="no kernel for meta in this version"):
         matmul(torch.empty(3, 256, device="meta"), packed("f32"))
+
+
+# ---- kernels: gate and up ----------------------------------------------------------------------------
+# values and bits of a plain matmul are in test_qgemm.py
+
+
+def gate_and_up(kind: str, f: int, k: int, segments: int) -> tuple[QTensor, list[QTensor]]:
+    """Packed together, and each alone with the same segments."""
+    halves = [kind_of_weight(kind, f, k, seed) for seed in (1, 2)]
+    return replace(pack_gate_up(*halves), segments=segments), [replace(pack_t64(q), segments=segments) for q in halves]
+
+
+def swiglu_of_parts(x: Tensor, halves: list[QTensor], activation: str) -> Tensor:
+    """Two matmuls, then the kernel that swiglu is."""
+    f = halves[0].shape[0]
+    gate_up = new_rows((x.shape[0], 2 * f), x.dtype, x.device)
+    gate_up[:, :f], gate_up[:, f:] = (matmul(x, half) for half in halves)
+    return swiglu(gate_up, activation, f)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(
+    ("kind", "dtype", "arch", "activation", "f", "m", "segments"),
+    [
+        ("q4_0", torch.bfloat16, 90, "silu", 64, 17, 1),
+        ("q4/128", torch.float16, 80, "gelu_tanh", 70, 5, 1),
+        ("q6_k", torch.bfloat16, 80, "silu", 1, 3, 1),
+        ("q4/128 zero", torch.bfloat16, 90, "gelu_tanh", 70, 3, 2),
+        ("q8/row", torch.float16, 90, "silu", 100, 2, 3),
+        ("q4/32 bias", torch.float32, 90, "silu", 70, 2, 1),
+        ("q4_k", torch.float32, 80, "gelu_tanh", 64, 3, 2),
+        ("q4/128", torch.bfloat16, 90, "silu", 70, 65, 2),
+    ],
+)
+def test_swiglu_matmul_is_matmul_then_swiglu(
+    kind: str, dtype: torch.dtype, arch: int, activation: str, f: int, m: int, segments: int
+) -> None:
+    k = fitting_k(kind, 128 * segments)
+    both, halves = gate_and_up(kind, f, k, segments)
+    x = strided((torch.randn(m, k) / 8).to(dtype))
+    workspace = torch.full((matmul_workspace_nbytes(m, both, dtype),), 255, dtype=torch.uint8)
+    tile = one_tile(16 if m < 17 else 64, 128)
+    with interpreted(arch, sequential_dot=True), tile, np.errstate(all="ignore"):
+        y = swiglu_matmul(x, both, activation=activation)
+        assert (tuple(y.shape), y.dtype) == ((m, f), dtype)
+        assert_same_bits(y, swiglu_of_parts(x, halves, activation))
+        assert_same_bits(swiglu_matmul(x, both, activation=activation, workspace=workspace), y)
+        assert_same_bits(swiglu_matmul(x[m - 1 :], both, activation=activation), y[m - 1 :], "the last row alone")
+    gate, up = dequantize_t64(both).split(f)
+    exact, plain = (
+        swiglu_ref(torch.cat((x.to(t) @ gate.to(t).T, x.to(t) @ up.to(t).T), 1), activation, f)
+        for t in (torch.float64, dtype)
+    )
+    assert_no_worse(y, exact, plain.to(dtype), 2 * torch.finfo(dtype).eps * exact.abs().max().item())
+
+
+def test_swiglu_matmul_of_no_rows_and_its_refusals() -> None:
+    both, halves = gate_and_up("q4/128", 70, 128, 1)
+    x = torch.randn(3, 128).bfloat16()
+    with interpreted():
+        assert swiglu_matmul(x[:0], both).shape == (0, 70)
+        for call, message in (
+            (lambda: swiglu_matmul(x, halves[0]), "in layout 't64', expected 't64-glu'; pack gate and up with"),
+            (lambda: swiglu_matmul(x, dense(torch.randn(4, 128))), "in layout 'rows', expected 't64-glu'"),
+            (lambda: swiglu_matmul(x, both, activation="relu"), "activation must be 'silu' or 'gelu_tanh', got 'relu'"),
+            (lambda: swiglu_matmul(x[:, :64], both), r"swiglu_matmul: x must be \[M, 128\]"),
+            (lambda: matmul(x, both), "matmul: weight q4 .* is in layout 't64-glu', expected 't64'"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+
+
+# ---- kernels: the largest logit ----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(
+    ("kind", "dtype", "vocab", "m", "segments", "cols"),
+    [
+        ("q8/row", torch.bfloat16, 200, 3, 1, 64),
+        ("q6_k", torch.float16, 131, 17, 1, 128),
+        ("q4_0", torch.float32, 67, 2, 1, 64),
+        ("dense", torch.bfloat16, 130, 3, 1, 64),
+        ("q4/128", torch.bfloat16, 67, 3, 2, 128),
+        ("q4/64 perm", torch.bfloat16, 66, 3, 2, 128),
+        ("q8/128 perm", torch.bfloat16, 66, 3, 1, 128),
+        ("q4_1", torch.float16, 65, 70, 1, 128),
+    ],
+)
+def test_lm_head_argmax_is_the_argmax_of_the_logits(
+    kind: str, dtype: torch.dtype, vocab: int, m: int, segments: int, cols: int
+) -> None:
+    w = kernel_weight(kind, vocab, fitting_k(kind, 128 * segments), dtype, segments=segments)
+    x = strided(torch.randn(m, w.shape[1]).to(dtype))
+    x[1, 7] = float("nan")
+    with interpreted(90, sequential_dot=True), one_tile(32 if m < 33 else 128, cols):
+        ids, logits = lm_head_argmax(x, w), matmul(x, w, out_dtype=torch.float32)
+        assert ids.dtype == torch.int64 and ids.tolist() == argmax_ref(logits).tolist()
+        assert ids[1] == -1 and len(set(ids.tolist())) > 1
+        assert lm_head_argmax(x[2 : m - 1 or None], w).tolist() == ids[2 : m - 1 or None].tolist()
+    assert lm_head_of_zero_rows(x, w) == []
+
+
+def lm_head_of_zero_rows(x: Tensor, w: QTensor) -> list[int]:
+    with interpreted():
+        return lm_head_argmax(x[:0], w).tolist()
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_ties_go_to_the_lowest_id(segments: int) -> None:
+    """Equal rows of the weight in one tile and in others; all logits equal; infinities; NaN beside them."""
+    rows = torch.randn(200, 256).sign()
+    rows[[3, 70, 71, 150]] = rows[[199, 3, 3, 3]]
+    rows[3] = rows[70] = rows[71] = rows[150] = rows[199].clone()
+    q = replace(pack_t64(quantize(rows, "q8", None)), segments=segments)
+    x = torch.stack((rows[3], torch.zeros(256), rows[100], -rows[199])).bfloat16()
+    weight = torch.zeros(130, 128)
+    weight[[40, 90, 129], 0] = 1e38
+    weight[[10, 80], 1] = 1e38
+    w = replace(dense(weight), segments=1)
+    big = torch.zeros(5, 128)
+    big[0, 0] = big[1, 1] = big[2, 0] = 1e10  # +inf at 40, 90, 129 and at 10, 80
+    big[3, 0] = -1e10  # -inf there, 0 elsewhere
+    big[4] = float("-inf")  # all NaN or -inf
+    with interpreted(90, sequential_dot=True), np.errstate(all="ignore"), one_tile(16, 64):
+        assert lm_head_argmax(x, q).tolist() == [
+            3,
+            0,
+            100,
+            *argmax_ref(matmul(x[3:], q, out_dtype=torch.float32)).tolist(),
+        ]
+        assert lm_head_argmax(big, w).tolist() == [40, 10, 40, 0, -1]
+
+
+def test_tiles_of_a_vocabulary_larger_than_a_block() -> None:
+    """2,500 tiles, 1,024 at a time: ties among tiles of different blocks, a NaN in the last, nothing but -inf."""
+    values, ids = torch.zeros(4, 2500), torch.arange(2500).mul(64).int().repeat(4, 1)
+    values[0, [700, 1724, 2499]] = 5.0
+    values[1, [2400, 1376, 352]] = 5.0
+    values[2, 2499], ids[2, 2499] = float("inf"), -1
+    values[3] = float("-inf")
+    top = torch.stack((values.T, ids.view(torch.float32).T)).contiguous()
+    found = torch.full((4,), -7)
+    with interpreted():
+        qmatmul._top_kernel[(4,)](top, found, 4, 2500, BLOCK=1024)
+    assert found.tolist() == [700 * 64, 352 * 64, -1, 0]
+
+
+# ---- kernels: scratch and refusals -------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("run", [matmul, dequant_matmul])
+def test_a_workspace_is_used_and_never_read(run: Callable[..., Tensor]) -> None:
+    w, x = kernel_weight("q4_0", 70, 256, torch.bfloat16, segments=2), scattered(5, 256, torch.bfloat16)
+    need = matmul_workspace_nbytes(5, w)
+    assert need == 4 * 2 * 5 * 70 and matmul_workspace_nbytes(5, replace(w, segments=1)) == 0
+    space = torch.full((need + 64,), 255, dtype=torch.uint8)
+    with interpreted(sequential_dot=True), one_tile(16, 128):
+        y = run(x, w)
+        assert_same_bits(run(x, w, workspace=space), y)
+        assert (space[need:] == 255).all() and (space[:need].view(torch.float32).isfinite()).all()
+        assert_same_bits(run(x, w, workspace=space[16 : need + 16].unflatten(0, (2, -1))), y)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda need: torch.empty(need - 1, dtype=torch.uint8), "workspace must be 2800 bytes, 16-byte .* got 2799"),
+        (
+            lambda need: torch.empty(need, dtype=torch.float32),
+            "workspace must be contiguous uint8 on cpu, got .*float32",
+        ),
+        (lambda need: torch.empty(need + 1, dtype=torch.uint8)[1:], "16-byte aligned"),
+        (lambda need: torch.empty(2 * need, dtype=torch.uint8)[::2], "workspace must be contiguous"),
+        (lambda need: torch.empty(need, dtype=torch.uint8, device="meta"), "uint8 on cpu"),
+    ],
+)
+def test_a_workspace_that_does_not_fit_is_refused(make: Callable[[int], Tensor], message: str) -> None:
+    w, x = kernel_weight("q4_0", 70, 256, torch.bfloat16, segments=2), torch.randn(5, 256).bfloat16()
+    with kernels_on_cpu(90), pytest.raises(ValueError, match=message):
+        dequant_matmul(x, w, workspace=make(4 * 2 * 5 * 70))
+
+
+def bad_kernel_calls() -> list[tuple[str, dict[str, Any]]]:
+    x = torch.randn(3, 256).bfloat16()
+    meta = torch.device("meta")
+    return [
+        (r"x must be \[M, 256\] in bfloat16, float16 or float32 .*, got \[3, 255\]", {"x": x[:, 1:]}),
+        (r"x must be .* got \[256\] torch.bfloat16 with strides \[1\]", {"x": x[0]}),
+        (r"x must be .* got \[1, 3, 256\]", {"x": x[None]}),
+        (r"x must be .* got \[3, 256\] torch.float64", {"x": x.double()}),
+        (r"x must be .* torch.int8", {"x": x.to(torch.int8)}),
+        (r"x must be .* with contiguous rows, got \[3, 256\] torch.bfloat16 with strides \[1, 3\]",
+         {"x": x.T.contiguous().T}),
+        (r"x must be .* with strides \[512, 2\]", {"x": torch.randn(3, 512).bfloat16()[:, ::2]}),
+        ("requires grad", {"x": x.clone().requires_grad_()}),
+        ("requires grad", {"bias": torch.zeros(64, requires_grad=True)}),
+        ("requires grad", {"residual": torch.zeros(3, 64, requires_grad=True)}),
+        (r"weight torch.*requires grad|weight \(64, 256\) requires grad",
+         {"w": torch.randn(64, 256).bfloat16().requires_grad_()}),
+        ("x is on meta and the weight on cpu", {"x": x.to(meta)}),
+        (r"bias must be \[64\] on cpu .* got \[63\] torch.float32 on cpu", {"bias": torch.zeros(63)}),
+        (r"bias must be \[64\] .* got \[1, 64\]", {"bias": torch.zeros(1, 64)}),
+        (r"bias must be .* torch.float64", {"bias": torch.zeros(64).double()}),
+        (r"bias must be .* with strides \[2\]", {"bias": torch.zeros(128)[::2]}),
+        (r"bias must be .* on meta", {"bias": torch.zeros(64, device=meta)}),
+        (r"residual must be \[3, 64\] on cpu .* got \[1, 64\]", {"residual": torch.zeros(1, 64)}),
+        (r"residual must be .* with strides \[1, 3\]", {"residual": torch.zeros(64, 3).T}),
+        (r"residual must be .* torch.int32", {"residual": torch.zeros(3, 64).int()}),
+        ("out_dtype must be bfloat16, float16 or float32, got torch.float64", {"out_dtype": torch.float64}),
+        (r"weight q4_0 \[64, 256\] is in layout 'rows', expected 't64'; use csrc_triton.pack",
+         {"w": kind_of_weight("q4_0", 64, 256)}),
+        ("is in layout 'cpu-i8', expected 't64'", {"w": pack(kind_of_weight("q8/row", 64, 256))}),
+        (r"dense weight must be torch.bfloat16 like x, .* got torch.float32", {"w": torch.zeros(64, 256)}),
+        (r"dense weight must be .* with strides \[1, 64\]", {"w": torch.zeros(256, 64).bfloat16().T}),
+        (r"torch.float64: expected one of", {"w": torch.zeros(64, 256).double()}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("run", [matmul, dequant_matmul, prefill_gemm])
+@pytest.mark.parametrize("number", range(len(bad_kernel_calls())))
+def test_kernels_refuse(number: int, run: Callable[..., Tensor]) -> None:
+    message, wrong = bad_kernel_calls()[number]
+    arguments = {"x": torch.randn(3, 256).bfloat16(), "w": kernel_weight("q4_0", 64, 256, torch.bfloat16), **wrong}
+    with kernels_on_cpu(90), pytest.raises(ValueError, match=message):
+        run(arguments.pop("x"), arguments.pop("w"), **arguments)
+
+
+def test_kernels_refuse_by_name_and_count() -> None:
+    w = kernel_weight("q4_0", 64, 256, torch.bfloat16)
+    with kernels_on_cpu(90):
+        for name, call in (("matmul", matmul), ("prefill_gemm", prefill_gemm), ("lm_head_argmax", lm_head_argmax)):
+            with pytest.raises(ValueError, match=f"^{name}: x must be"):
+                call(torch.randn(3, 255), w)
+        with pytest.raises(ValueError, match="65 rows, expected at most 64; use matmul or prefill_gemm"):
+            dequant_matmul(torch.empty(65, 256).bfloat16(), w)
+
+
+def test_grad_is_refused_by_kernels_only_where_it_would_be_recorded() -> None:
+    w, x = kernel_weight("q4_0", 64, 128, torch.bfloat16), torch.randn(2, 128).bfloat16().requires_grad_()
+    with interpreted(), torch.no_grad():
+        assert_same_bits(matmul(x, w), matmul(x.detach(), w))
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(
+    ("kind", "n", "m", "segments"),
+    [("q4_0", 70, 3, 2), ("dense", 65, 5, 2), ("q8/row", 64, 2, 1), ("q4/128", 67, 65, 2)],
+)
+def test_matmul_rmsnorm_is_matmul_then_rmsnorm(kind: str, n: int, m: int, segments: int) -> None:
+    w, x = kernel_weight(kind, n, 256, torch.bfloat16, segments=segments), scattered(m, 256, torch.bfloat16)
+    weight, bias, residual = torch.randn(n).bfloat16(), torch.randn(n), strided(torch.randn(m, n).bfloat16())
+    with interpreted(sequential_dot=True), one_tile(64, 128):
+        y, normed = matmul_rmsnorm(x, w, weight, 1e-5, bias=bias, residual=residual)
+        plain = matmul(x, w, bias=bias, residual=residual)
+        assert_same_bits(y, plain)
+        assert_same_bits(normed, rmsnorm(new_rows((m, n), torch.bfloat16, "cpu").copy_(plain), weight, 1e-5))
+        one = matmul_rmsnorm(x[1:2], w, weight, 1e-5, bias=bias, residual=residual[1:2])
+        assert_same_bits(one[1], normed[1:2])
