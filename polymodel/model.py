@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from csrc_triton.attention import PageTable, paged_attention
 from csrc_triton.cpu import Workspace
 from csrc_triton.fused import RopeTable, rmsnorm, rope_table, swiglu
 from csrc_triton.pages import KVLayout, append_kv
-from csrc_triton.qmatmul import matmul
+from csrc_triton.qmatmul import matmul, matmul_rmsnorm, swiglu_matmul
 from csrc_triton.quant import QTensor, take_rows
 from polymodel.config import PAGE_TOKENS, ModelConfig, RopeConfig
 from polymodel.kv import Arena, PageList, pack_tables
@@ -24,14 +24,14 @@ class Layer:
     """One block's weights; vectors float32, matrices packed for the device."""
 
     attn_norm: Tensor  # [hidden]
-    qkv: QTensor  # [(heads + 2 kv heads) * head_dim, hidden]
+    qkv: tuple[QTensor, ...]  # [(heads + 2 kv heads) * head_dim, hidden] in all, rows in this order
     qkv_bias: Tensor | None  # [(heads + 2 kv heads) * head_dim]
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None  # [head_dim]
     o: QTensor  # [hidden, heads * head_dim]
     post_attn_norm: Tensor | None  # [hidden]
     mlp_norm: Tensor  # [hidden]
-    gate_up: QTensor  # [2 * intermediate, hidden]: all gate rows, then all up rows
+    gate_up: QTensor  # [2 * intermediate, hidden]: all gate rows, then all up rows; t64-glu alternates tiles of them
     down: QTensor  # [hidden, intermediate]
     post_mlp_norm: Tensor | None  # [hidden]
 
@@ -39,6 +39,7 @@ class Layer:
 @dataclass(frozen=True, slots=True)
 class Model:
     config: ModelConfig
+    dtype: torch.dtype  # of activations and the residual stream
     embed: QTensor  # [vocab, hidden], storage layout
     layers: list[Layer]
     norm: Tensor  # [hidden]
@@ -49,7 +50,9 @@ class Model:
     def weights(self) -> Iterator[tuple[str, QTensor]]:
         """The packed matrices with their names."""
         for i, layer in enumerate(self.layers):
-            for name in ("qkv", "o", "gate_up", "down"):
+            for part in layer.qkv:
+                yield f"layers.{i}.qkv", part
+            for name in ("o", "gate_up", "down"):
                 yield f"layers.{i}.{name}", getattr(layer, name)
         yield "head", self.head
 
@@ -77,13 +80,18 @@ def forward(
     config, counts = model.config, [len(ids) for ids in panel.ids]
     for pages, count in zip(panel.lists, counts, strict=True):
         pages.reserve(count)
-    place = _place(panel, counts, arena.workspace(model.layout))
+    place = _place(panel, counts, arena.workspace(model.layout), model.embed.device)
     x = take_rows(model.embed, place.ids)
     if config.embed_scale != 1.0:
         x = x.mul_(config.embed_scale)
+    x = x.to(model.dtype)
+    norms = [layer.attn_norm for layer in model.layers] + [model.norm]
+    h = rmsnorm(x, norms[0], config.norm_eps)
     for i, layer in enumerate(model.layers):
-        x = _attention(x, i, layer, model, arena, place)
-        x = _mlp(x, layer, config)
+        y = _attention(h, i, layer, model, arena, place)
+        x, h = _add(x, y, layer.o, layer.post_attn_norm, layer.mlp_norm, config.norm_eps)
+        y = _mlp(h, layer, config)
+        x, h = _add(x, y, layer.down, layer.post_mlp_norm, norms[i + 1], config.norm_eps)
         if on_layer is not None:
             on_layer(i + 1, len(model.layers))
     for pages, count in zip(panel.lists, counts, strict=True):
@@ -91,8 +99,8 @@ def forward(
     if panel.wanted == "none":
         return x.new_empty(0, config.vocab_size)
     if panel.wanted == "last":
-        x = x[place.last]
-    return matmul(rmsnorm(x, model.norm, config.norm_eps), model.head)
+        h = h[place.last]
+    return matmul(h, model.head, out_dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +117,7 @@ class _Place:
     space: Workspace
 
 
-def _place(panel: Panel, counts: list[int], space: Workspace) -> _Place:
+def _place(panel: Panel, counts: list[int], space: Workspace, device: torch.device) -> _Place:
     position: list[int] = []
     page: list[int] = []
     for pages, count in zip(panel.lists, counts, strict=True):
@@ -119,7 +127,7 @@ def _place(panel: Panel, counts: list[int], space: Workspace) -> _Place:
     pos = torch.tensor(position, dtype=torch.int32)
     ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return _Place(
-        ids=torch.tensor([token for ids in panel.ids for token in ids], dtype=torch.int64),
+        ids=torch.tensor([token for ids in panel.ids for token in ids], dtype=torch.int64, device=device),
         position=pos,
         page=torch.tensor(page, dtype=torch.int32),
         slot=pos % PAGE_TOKENS,
@@ -130,12 +138,19 @@ def _place(panel: Panel, counts: list[int], space: Workspace) -> _Place:
     )
 
 
-def _attention(x: Tensor, i: int, layer: Layer, model: Model, arena: Arena, place: _Place) -> Tensor:
+def _add(x: Tensor, y: Tensor, w: QTensor, post_norm: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream x plus y . W^T, normed first where the model does, and the norm that the next block reads."""
+    if post_norm is None:
+        return matmul_rmsnorm(y, w, norm, eps, residual=x)
+    x = rmsnorm(matmul(y, w), post_norm, eps).add_(x)
+    return x, rmsnorm(x, norm, eps)
+
+
+def _attention(h: Tensor, i: int, layer: Layer, model: Model, arena: Arena, place: _Place) -> Tensor:
     config = model.config
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-    rows = x.shape[0]
-    h = rmsnorm(x, layer.attn_norm, config.norm_eps)
-    qkv = matmul(h, layer.qkv, bias=layer.qkv_bias).view(rows, heads + 2 * kv_heads, dim)
+    rows = h.shape[0]
+    qkv = _stacked_matmul(h, layer.qkv, layer.qkv_bias).view(rows, heads + 2 * kv_heads, dim)
     q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = (_head_norm(t, w, config.norm_eps) for t, w in ((q, layer.q_norm), (k, layer.k_norm)))
@@ -154,10 +169,16 @@ def _attention(x: Tensor, i: int, layer: Layer, model: Model, arena: Arena, plac
         window=config.layer_window(i),
         workspace=place.space,
     )
-    y = y.view(rows, heads * dim)
-    if layer.post_attn_norm is None:
-        return matmul(y, layer.o, residual=x)
-    return rmsnorm(matmul(y, layer.o), layer.post_attn_norm, config.norm_eps).add_(x)
+    return y.view(rows, heads * dim)
+
+
+def _stacked_matmul(x: Tensor, weights: Sequence[QTensor], bias: Tensor | None) -> Tensor:
+    """x times the rows of all weights [T, sum of rows]."""
+    if len(weights) == 1:
+        return matmul(x, weights[0], bias=bias)
+    sizes = [w.shape[0] for w in weights]
+    biases: Sequence[Tensor | None] = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
+    return torch.cat([matmul(x, w, bias=b) for w, b in zip(weights, biases, strict=True)], dim=1)
 
 
 def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -165,22 +186,21 @@ def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rmsnorm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
 
 
-def _mlp(x: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
-    h = rmsnorm(x, layer.mlp_norm, config.norm_eps)
-    h = swiglu(matmul(h, layer.gate_up), config.activation, block=config.intermediate_size)
-    if layer.post_mlp_norm is None:
-        return matmul(h, layer.down, residual=x)
-    return rmsnorm(matmul(h, layer.down), layer.post_mlp_norm, config.norm_eps).add_(x)
+def _mlp(h: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
+    if layer.gate_up.layout == "t64-glu":
+        return swiglu_matmul(h, layer.gate_up, activation=config.activation)
+    return swiglu(matmul(h, layer.gate_up), config.activation, block=config.intermediate_size)
 
 
-def rope_tables(config: ModelConfig, max_position: int) -> list[RopeTable]:
+def rope_tables(config: ModelConfig, max_position: int, device: torch.device | str = "cpu") -> list[RopeTable]:
     """Each layer's rotations for positions 0..max_position."""
     made: dict[RopeConfig, RopeTable] = {}
     for i in range(config.num_layers):
         rope = config.layer_rope(i)
         if rope not in made:
             freq = inverse_frequencies(rope, config.head_dim)
-            made[rope] = rope_table(freq, max_position, factor=rope.attention_factor)
+            table = rope_table(freq, max_position, factor=rope.attention_factor)
+            made[rope] = replace(table, cos=table.cos.to(device), sin=table.sin.to(device))
     return [made[config.layer_rope(i)] for i in range(config.num_layers)]
 
 

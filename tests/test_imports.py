@@ -14,10 +14,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ORDER = {
-    "csrc_triton": "quant cpu fused pages attention qmatmul qgemm",
+    "csrc_triton": "launch quant importers cpu t64 dequant fused pages attention operands w8a8 qgemm qmatmul ops linear",
     "polymodel": """
         errors events ledger config header gguf safetensors checkpoint chat_template tokenizer_spec tokenizer
-        kv model share pool schedule residency sequence accept sample prefill draft control lane session
+        kv model share pool schedule packing residency sequence accept sample prefill draft control lane session
         engine pull console demo selfcheck cli
     """,
 }
@@ -117,15 +117,15 @@ def test_importing_polymodel_loads_nothing_heavy() -> None:
 def test_importing_the_engine_loads_what_a_forward_needs_and_no_more() -> None:
     loaded = loaded_by("polymodel.engine")
     assert "torch" in loaded
-    assert not loaded & (set(HEAVY) - {"torch", "numpy"})
+    assert not loaded & (set(HEAVY) - {"torch", "triton", "numpy"})
 
 
 def test_importing_the_cli_loads_no_torch() -> None:
     assert not loaded_by("polymodel.cli") & {"torch", "triton", "tokenizers", "numpy"}
 
 
-def test_import_adds_little_to_torch() -> None:
-    code = "import torch, time; t = time.perf_counter(); import polymodel.engine; print(time.perf_counter() - t)"
+def test_import_adds_little_to_torch_and_triton() -> None:
+    code = "import torch, triton.language, time; t = time.perf_counter(); import polymodel.engine; print(time.perf_counter() - t)"
     added = []
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -136,6 +136,6 @@ def test_import_adds_little_to_torch() -> None:
 def test_import_asks_for_no_gpu() -> None:
     code = (
         "import torch; torch.cuda.is_available = torch.cuda.device_count = lambda: 1 / 0\n"
-        "import polymodel.engine, csrc_triton.cpu, csrc_triton.qmatmul, csrc_triton.attention"
+        "import polymodel.engine, csrc_triton.cpu, csrc_triton.qmatmul, csrc_triton.attention, csrc_triton.linear"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})

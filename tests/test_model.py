@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ def test_an_error_leaves_the_lengths(tmp_path: Path) -> None:
     arena = Arena(2 * 3 * model.layout.page_bytes, 3 * model.layout.page_bytes)
     layout = arena.layout(3, 2, 16)
     lists = [PageList(arena, layout) for _ in range(2)]
-    small = Model(model.config, model.embed, model.layers, model.norm, model.head, model.ropes, layout)
+    small = replace(model, layout=layout)
     forward(small, arena, Panel(lists, [IDS[:60], IDS[:70]]))
     with pytest.raises(KVFull, match="1 KV pages"):
         forward(small, arena, Panel(lists, [IDS[:4], IDS[:70]]))

@@ -12,7 +12,8 @@ from tiny import write_tiny, write_tokenizer
 from polymodel import Engine, Verdict, can_share
 from polymodel.checkpoint import open_checkpoint
 from polymodel.config import Weights
-from polymodel.residency import Hosted, plan_weights
+from polymodel.packing import plan_weights
+from polymodel.residency import Hosted
 
 ROPE = {"rope_type": "default", "rope_theta": 5e4}
 
