@@ -432,7 +432,8 @@ def _launch(
 ) -> None:
     tile = _tile(x, w)
     if out == "gated":
-        tile = Tile(tile.rows, 2 * ROWS, 2 * tile.warps, tile.stages)  # a warp group each for gate and up
+        # gate and up beside each other: as many columns a warp as the table says
+        tile = Tile(tile.rows, 2 * ROWS, tile.warps * 2 * ROWS // tile.cols, tile.stages)
     (m, k), n = x.shape, w.shape[0]
     args = weight_args(w)
     columns = args.num_tiles * ROWS if out == "gated" else n

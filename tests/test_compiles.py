@@ -80,10 +80,7 @@ def _wrong_kernel(x_ptr, w_ptr, y_ptr, n, CHAIN: tl.constexpr, ATOMIC: tl.conste
         if CONVERT:
             w = (w.to(tl.int16, bitcast=True) & 15).to(tl.bfloat16)
         x = tl.load(x_ptr + block * 64 + col[None, :] * n * 64 + k[:, None])
-        if CHAIN:
-            acc = tl.dot(w, x, acc)
-        else:
-            acc = tl.fma(tl.dot(w, x), 1.0, acc)
+        acc = tl.dot(w, x, acc) if CHAIN else tl.fma(tl.dot(w, x), 1.0, acc)
     out = y_ptr + row[:, None] * 16 + col[None, :]
     if ATOMIC:
         tl.atomic_add(out, acc)

@@ -14,7 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ORDER = {
-    "csrc_triton": "launch quant importers cpu t64 dequant fused pages attention operands w8a8 qgemm qmatmul ops linear",
+    "csrc_triton": """
+        launch quant importers cpu t64 dequant fused pages attention operands w8a8 qgemm qmatmul ops linear
+    """,
     "polymodel": """
         errors events ledger config header gguf safetensors checkpoint chat_template tokenizer_spec tokenizer
         kv model share pool schedule packing residency sequence accept sample prefill draft control lane session
@@ -125,7 +127,10 @@ def test_importing_the_cli_loads_no_torch() -> None:
 
 
 def test_import_adds_little_to_torch_and_triton() -> None:
-    code = "import torch, triton.language, time; t = time.perf_counter(); import polymodel.engine; print(time.perf_counter() - t)"
+    code = (
+        "import torch, triton.language, time; t = time.perf_counter(); "
+        "import polymodel.engine; print(time.perf_counter() - t)"
+    )
     added = []
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
