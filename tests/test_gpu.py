@@ -9,12 +9,12 @@ import torch
 from checks import assert_no_worse, assert_same_bits, random_weight
 from torch import Tensor
 
-from csrc_triton import t64
+from csrc_triton import qgemm, t64
 from csrc_triton.cpu import pack as pack_for_cpu
 from csrc_triton.fused import add_rmsnorm, argmax, quantize_rows, rmsnorm, rmsnorm_ref, swiglu, swiglu_ref, top_k
 from csrc_triton.launch import kernels_on_cpu
 from csrc_triton.linear import QLinear
-from csrc_triton.qgemm import SCRATCH_ROWS, prefill, prefill_gemm
+from csrc_triton.qgemm import prefill_gemm
 from csrc_triton.qmatmul import (
     dequant_matmul,
     lm_head_argmax,
@@ -96,9 +96,10 @@ def test_assembly_is_its_plain_twin(fmt: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("fmt", ["q4 128", "q4_0", "q4_k", "q8"])
-def test_written_out_or_made_in_registers(fmt: str) -> None:
-    w, x = weight(fmt, 320, 1024), rows(SCRATCH_ROWS, 1024)
-    direct = prefill(x, w, None, None, x.dtype, torch.empty(0, dtype=torch.uint8, device="cuda"))
+def test_written_out_or_made_in_registers(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    w, x = weight(fmt, 320, 1024), rows(2048, 1024)
+    direct = prefill_gemm(x, w)
+    monkeypatch.setattr(qgemm, "SCRATCH_ROWS", 2048)
     assert_same_bits(prefill_gemm(x, w), direct)
     assert_same_bits(matmul(x[:9], w), direct[:9])
 

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from csrc_triton import launch
 from csrc_triton.launch import (
@@ -127,16 +129,16 @@ def test_tables_of_the_package_are_sound(path: Path) -> None:
 
 
 def test_a_gpu_without_a_table_takes_the_nearest_older_one_and_says_so_once() -> None:
-    with pytest.warns(UserWarning, match=re.escape("no tile table for sm_89: taking sm_80's; tools/autotune.py")):
-        assert tile_table(89) == tile_table(80)
+    with pytest.warns(UserWarning, match=re.escape("no tile table for sm_89: taking sm_86's; tools/autotune.py")):
+        assert tile_table(89) == tile_table(86)
     with pytest.warns(UserWarning, match="no tile table for sm_100: taking sm_90's"):
         assert tile_table(100)["arch"] == 90
-    # newer than sm_90, but its MMA and its shared memory are those of sm_80
-    with pytest.warns(UserWarning, match="no tile table for sm_120: taking sm_80's"):
-        assert tile_table(120)["arch"] == 80
+    # newer than sm_90, but its MMA and its shared memory are those of sm_86
+    with pytest.warns(UserWarning, match="no tile table for sm_120: taking sm_86's"):
+        assert tile_table(120)["arch"] == 86
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tile_for(89, "decode", "w4-half", 64, 64, 1) == tile_for(80, "decode", "w4-half", 64, 64, 1)
+        assert tile_for(89, "decode", "w4-half", 64, 64, 1) == tile_for(86, "decode", "w4-half", 64, 64, 1)
 
 
 def test_a_table_for_a_while(tmp_path: Path) -> None:
@@ -180,6 +182,9 @@ def test_a_loaded_table_replaces_that_of_its_architecture_alone(tmp_path: Path) 
         ({"arch": 90, "tiles": {"decode": {"16": entry(24)}}}, "decode/16: rows, cols and warps must be powers of two"),
         ({"arch": 90, "tiles": {"decode": {"16": entry(16, cols=96)}}}, ".*must be powers of two, got .*96"),
         ({"arch": 90, "tiles": {"decode": {"16": entry(16, warps=3)}}}, ".*must be powers of two"),
+        ({"arch": 90, "tiles": {"decode": {"16": entry(8)}}}, "decode/16: expected at least 16 rows, 64 cols and 4 w"),
+        ({"arch": 90, "tiles": {"decode": {"16": entry(16, cols=32)}}}, "decode/16: expected at least 16 rows, 64 c"),
+        ({"arch": 90, "tiles": {"decode": {"16": entry(16, warps=2)}}}, "decode/16: expected at least 16 rows, 64 c"),
     ],
 )
 def test_a_bad_table_is_named_and_not_used(table: Any, message: str, tmp_path: Path) -> None:
@@ -188,6 +193,37 @@ def test_a_bad_table_is_named_and_not_used(table: Any, message: str, tmp_path: P
     with pytest.raises(ValueError, match=f"mine.json: {message}"):
         load_tiles(path)
     assert tile_table(90) == json.loads((TILES / "sm_90.json").read_text())
+
+
+# ---- where a launch goes ------------------------------------------------------------------------------
+
+
+def test_a_launch_goes_to_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    current, launched = [0], []
+
+    @contextmanager
+    def device(wanted: int) -> Iterator[None]:
+        before, current[0] = current[0], wanted
+        yield
+        current[0] = before
+
+    def run(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.append((kernel, current[0], options["grid"]))
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(triton.JITFunction, "run", run)
+
+    @launch.jit
+    def kernel(w, x_ptr):
+        pass
+
+    with FakeTensorMode():
+        tensors = [torch.empty(2, device=name) for name in ("cuda:1", "cuda:0", "cpu")]
+    for tensor in tensors:
+        kernel[(3,)]((None, 1), tensor)
+    assert launched == [(kernel, index, (3,)) for index in (1, 0, 0)] and current == [0]
 
 
 # ---- imports -----------------------------------------------------------------------------------------

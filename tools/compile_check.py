@@ -22,6 +22,7 @@ from functools import cache, cached_property, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from unittest import mock
 
 import ir
 import sass
@@ -33,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from triton.errors import TritonError
 
-from csrc_triton import t64
+from csrc_triton import qgemm, t64
 from csrc_triton.qmatmul import lm_head_argmax, matmul, swiglu_matmul
 from csrc_triton.quant import GGUF, QTensor, dense, from_gguf, quantize
 from csrc_triton.w8a8 import w8a8_matmul
@@ -400,10 +401,10 @@ def save_limits(results: Iterable[Result], *, everything: bool) -> None:
 # ---- the cases ---------------------------------------------------------------------------------------
 
 
-# instructions per weight, by form: whole groups and symmetric; symmetric groups of 32; all else
-PER_WEIGHT = {"w4-block": 2.1, "w4-zero": 2.1, "w8-block": 2.1, "w8-block-row": 2.1, "w4-half": 3.0}
+# instructions per weight, by form: whole groups; symmetric groups of 32; six bits under 16 scales a block; else 6.0
+PER_WEIGHT = {"w4-block": 2.1, "w4-zero": 2.1, "w8-block": 2.1, "w8-block-row": 2.1, "w4-half": 3.0, "w6-k6": 6.7}
 # LDG of a block and row tile: block scales, fetched by hand
-PLAIN_LOADS = {"block": 2}
+PLAIN_LOADS = {"block": 2, "zero": 2}
 FORMATS = ("q4", "q4 zero point", "q4_0", "q4_1", "q4_k", "q4 zero", "q5_0", "q5_1", "q6_k", "q8", "q8_0")
 ARCHS = (80, 90)
 BUCKETS = (16, 32, 64)
@@ -422,7 +423,9 @@ def weight(fmt: str, segments: int) -> QTensor:
     else:
         q = quantize(w, fmt[:2], None if fmt == "q8" else 128, symmetric=fmt != "q4 zero")
     if fmt == "q4 zero point":
-        q = replace(q, parts=q.parts | {"zero_point": torch.full(q.parts["scale"].shape, 7, dtype=torch.uint8)})
+        scale = q.parts["scale"].half().float()  # as importers have them
+        zero = torch.full(scale.shape, 7, dtype=torch.uint8)
+        q = replace(q, parts=q.parts | {"scale": scale, "zero_point": zero})
     return replace(t64.pack_t64(q), segments=segments)
 
 
@@ -433,18 +436,18 @@ def matmul_case(fmt: str, arch: int, rows: int, dtype: torch.dtype = torch.bfloa
     kind = "decode" if rows <= 64 else "prefill" if segments > 1 else "prefill one segment"
     word = str(dtype).removeprefix("torch.")
     name = f"{kind} {rows} {fmt}" + ("" if dtype == torch.bfloat16 else f" {word}")
-    narrow = {"block": 0, "dense": 0, "zero": 1}.get(scales, 16)
+    narrow = {"block": 0, "dense": 0, "zero": 2}.get(scales, 16)
     return Case(
         name,
         arch,
         "_dequant_matmul_kernel" if rows <= 64 else "_prefill_gemm_kernel",
         partial(_matmul, fmt, segments, rows, dtype),
-        registers={16: 128, 32: 144, 64: 208}.get(rows, 255),
+        registers=255 if scales == "dense" else {16: 128, 32: 144, 64: 208}.get(rows, 255),
         per_weight=None if scales == "dense" or dtype == torch.float32 else PER_WEIGHT.get(form, 6.0),
         mma="none" if dtype == torch.float32 else "float",
         plain_loads=PLAIN_LOADS.get(scales, 0),
         narrow_copies=narrow + (8 if arch < 90 and rows == 16 else 0),
-        lds=3 if scales == "block" else 24,
+        lds=3 if scales == "block" else 32,
         ldsm=4 if arch >= 90 else 68,
         same_sums_as=f"decode 16 {fmt}" if rows != 16 and dtype == torch.bfloat16 else None,
     )
@@ -471,7 +474,8 @@ def _int8(rows: int, segments: int) -> None:
 
 
 def _written_out(fmt: str, segments: int) -> None:
-    matmul(torch.zeros(4096, 1024, dtype=torch.bfloat16), weight(fmt, segments))
+    with mock.patch.object(qgemm, "SCRATCH_ROWS", 4096):
+        matmul(torch.zeros(4096, 1024, dtype=torch.bfloat16), weight(fmt, segments))
 
 
 def cases() -> list[Case]:
@@ -521,7 +525,7 @@ def cases() -> list[Case]:
                 arch,
                 "_prefill_gemm_kernel",
                 partial(_written_out, fmt, 4),
-                plain_loads=2,
+                plain_loads=4,
                 lds=3,
                 ldsm=68,
             )

@@ -1,0 +1,284 @@
+"""What the benches share: weights made up in place, CUDA-graph timing with cold weights, the machine, and tables.
+
+A kernel that reads its weight from L2 is not the kernel that decodes a model, so every timing goes round through
+copies of the weight that together are larger than L2, in one CUDA graph, and gives the median of its replays.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from csrc_triton import t64
+from csrc_triton.quant import GGUF, QTensor, dense, from_gguf, num_segments, quantize
+
+ROOT = Path(__file__).resolve().parents[1]
+MIN_COPIES, MAX_COPIES = 16, 512
+MIN_CALLS = 64  # of one graph, so that starting it does not count
+MIN_REPLAYS, REPLAY_SECONDS = 7, 0.1
+
+Call = Callable[[], object]
+
+
+# ---- operands ----------------------------------------------------------------------------------------
+
+# GGUF block formats -> where the float16 fields of a block lie, in bytes
+F16_FIELDS: Mapping[str, tuple[int, ...]] = {
+    "q4_0": (0,),
+    "q4_1": (0, 2),
+    "q5_0": (0,),
+    "q5_1": (0, 2),
+    "q8_0": (0,),
+    "q4_k": (0, 2),
+    "q5_k": (0, 2),
+    "q6_k": (208,),
+}
+# what `made_up_weight` makes; "scratch" is a q4 weight written out in the compute dtype, its block scales kept, and
+# any quantised kind with "-glu" behind it is one of gate and up
+KINDS = ("q4", "q4-zero", "q4-bias", "q8", "q8-row", "w8a8", "dense", "scratch", *F16_FIELDS)
+
+
+def made_up_weight(
+    kind: str,
+    n: int,
+    k: int,
+    *,
+    device: torch.device | str = "cpu",
+    seed: int | None = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> QTensor:
+    """A packed weight [n, k] whose products with normal rows are near 1; without a seed its memory is left as it is.
+
+    Its tiles of 64 rows are copies of a few: as many bytes, made in no time. dtype is that of dense weights.
+    """
+    if kind in ("dense", "scratch"):
+        return _made_up_dense(kind, n, k, device, seed, dtype)
+    if kind.endswith("-glu"):
+        stored = _stored(kind.removesuffix("-glu"), k, seed or 0)
+        few, count = t64.pack_gate_up(stored, stored), 2 * -(-n // 2 // t64.ROWS)
+    else:
+        few = t64.pack_t64(_stored(kind, k, seed or 0), "t64-int8" if kind == "w8a8" else "t64")
+        count = -(-n // t64.ROWS)
+    if seed is None:
+        parts = {name: part.new_empty(count, *part.shape[1:], device=device) for name, part in few.parts.items()}
+    else:
+        which = torch.randint(0, _FEW, (count,), generator=torch.Generator().manual_seed(seed))
+        parts = {name: part.to(device)[which.to(device)] for name, part in few.parts.items()}
+    return replace(few, shape=(n, k), segments=num_segments(n, k), parts=parts)
+
+
+_FEW = 4  # tiles of rows
+
+
+def _stored(kind: str, k: int, seed: int) -> QTensor:
+    """A few tiles of rows, in storage layout."""
+    gen = torch.Generator().manual_seed(seed)
+    n = _FEW * t64.ROWS
+    if kind in F16_FIELDS:
+        block = GGUF[kind]
+        k_whole = -(-k // block.weights) * block.weights
+        raw = torch.randint(0, 256, (n, k_whole // block.weights, block.nbytes), dtype=torch.uint8, generator=gen)
+        spread = 2.0 ** (int(kind[1]) + 5 * kind.endswith("_k"))  # of codes times sub-scales
+        for at in F16_FIELDS[kind]:
+            scale = (torch.rand(n, raw.shape[1], 1, generator=gen) + 0.5) * (4 / (spread * math.sqrt(k)))
+            raw[..., at : at + 2] = scale.half().view(torch.uint8)
+        if k_whole != k:
+            raise ValueError(f"{kind}: K = {k}, expected a multiple of {block.weights}")
+        return from_gguf(raw.flatten(1), kind, (n, k))
+    w = torch.randn(n, k, generator=gen) / math.sqrt(k)
+    if kind == "q4-bias":
+        return quantize(w, "q4", 32, symmetric=False)
+    if kind != "q4-zero":
+        return quantize(w, kind[:2] if kind != "w8a8" else "q8", None if kind in ("q8-row", "w8a8") else 128)
+    stored = quantize(w, "q4", 128)
+    zero = torch.randint(0, 16, stored.parts["scale"].shape, dtype=torch.uint8, generator=gen)
+    parts = {"codes": stored.parts["codes"], "scale": stored.parts["scale"].half().float(), "zero_point": zero}
+    return replace(stored, parts=parts)
+
+
+def _made_up_dense(
+    kind: str, n: int, k: int, device: torch.device | str, seed: int | None, dtype: torch.dtype
+) -> QTensor:
+    tiles, blocks = -(-n // t64.ROWS), -(-k // t64.COLS)
+    if kind == "dense":
+        w = torch.empty(n, k, dtype=dtype, device=device)
+        if seed is not None:
+            w.normal_(0, 1 / math.sqrt(k), generator=torch.Generator(device).manual_seed(seed))
+        return dense(w)
+    w = torch.empty(tiles * t64.ROWS, blocks * t64.COLS, dtype=dtype, device=device)
+    scale = torch.empty(tiles, blocks, t64.ROWS, dtype=torch.float32, device=device)
+    if seed is not None:
+        gen = torch.Generator(device).manual_seed(seed)
+        w.copy_(torch.randint(-8, 8, w.shape, dtype=torch.int8, device=device, generator=gen))
+        scale.uniform_(0.5, 1.5, generator=gen).mul_(0.25 / math.sqrt(k))
+    return QTensor("q4", (n, k), 128, num_segments(n, k), "rows", {"weight": w, "scale": scale})
+
+
+def made_up_rows(
+    m: int, k: int, dtype: torch.dtype = torch.bfloat16, *, device: torch.device | str = "cpu", seed: int | None = 1
+) -> Tensor:
+    """Activations [m, k], normal; not initialised without a seed."""
+    if seed is None:
+        return torch.empty(m, k, dtype=dtype, device=device)
+    return torch.randn(m, k, device=device, generator=torch.Generator(device).manual_seed(seed)).to(dtype)
+
+
+def num_copies(nbytes: int, l2_bytes: int) -> int:
+    """Copies of a weight that together are twice L2, at least 16."""
+    return min(max(MIN_COPIES, -(-2 * l2_bytes // max(nbytes, 1))), MAX_COPIES)
+
+
+# ---- timing ------------------------------------------------------------------------------------------
+
+
+def graph_us(calls: Sequence[Call], *, seconds: float = REPLAY_SECONDS) -> float:
+    """Microseconds a call: median over the replays of one CUDA graph that makes the calls in turn."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:  # compiles, and allocates what is kept
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    rounds = max(1, -(-MIN_CALLS // len(calls)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    count = rounds * len(calls)
+    graph.replay()
+    torch.cuda.synchronize()
+    times: list[float] = []
+    start = time.perf_counter()
+    while len(times) < MIN_REPLAYS or (time.perf_counter() - start < seconds and len(times) < 100):
+        times.append(_event_ms(graph.replay) * 1e3 / count)
+    return statistics.median(times)
+
+
+def _event_ms(run: Call) -> float:
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    run()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last)
+
+
+def copy_gbs(nbytes: int = 2**30) -> float:
+    """Bytes read plus bytes written, in GB/s, of a copy within device memory."""
+    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    us = graph_us([lambda: target.copy_(source)] * 4)
+    return 2 * nbytes / us / 1e3
+
+
+def cublas_tflops(size: int = 8192) -> float:
+    """TFLOP/s of a square bfloat16 product in torch."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    us = graph_us([lambda: torch.mm(a, b)] * 4)
+    return 2 * size**3 / us / 1e6
+
+
+# ---- the machine -------------------------------------------------------------------------------------
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def environment() -> dict[str, Any]:
+    """What produced a result."""
+    found: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "python": platform.python_version(),
+        "versions": {name: installed(name) for name in ("torch", "triton", "gemlite", "humming-kernels")},
+        "commit": _first_line("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+        "gpu": None,
+    }
+    if has_gpu():
+        p = torch.cuda.get_device_properties(0)
+        found |= {
+            "gpu": p.name,
+            "arch": 10 * p.major + p.minor,
+            "sms": p.multi_processor_count,
+            "memory_bytes": p.total_memory,
+            "l2_bytes": p.L2_cache_size,
+            "cuda": torch.version.cuda,
+            "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "clocks": _first_line("nvidia-smi", "--query-gpu=clocks.max.sm,clocks.max.mem", "--format=csv,noheader"),
+        }
+    return found
+
+
+def gpu_folder(gpu: str | None) -> str:
+    """Name of a GPU's folder under bench/results: "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", (gpu or "no-gpu").lower()).strip("-")
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _first_line(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else None
+
+
+# ---- results -----------------------------------------------------------------------------------------
+
+
+def rows_table(title: str, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> Table:
+    """A table of some columns of rows; numbers by their size, nothing where a row has no value."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("weights", "shape", "what", "bound") else "right")
+    for row in rows:
+        table.add_row(*(shown(row.get(column)) for column in columns))
+    return table
+
+
+def shown(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
+    return str(value)
+
+
+def console() -> Console:
+    """As wide as its tables where the output is no terminal."""
+    made = Console()
+    return made if made.is_terminal else Console(width=200, soft_wrap=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """At once, so that a run cut short leaves a whole file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(json.dumps(content, indent=1) + "\n")
+    fresh.replace(path)

@@ -1,0 +1,362 @@
+"""The tools that choose tiles, model times, run on a GPU and measure: what of them can be checked without one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.language")
+
+import autotune
+import bench_matmul
+import compile_check
+import gpu_run
+import harness
+import roofline
+import sass
+from autotune import TUNABLES, Trial, Tunable
+from roofline import GPUS, Kernel, Launch, bytes_in_flight, predict
+from typer.testing import CliRunner
+
+from csrc_triton import launch, t64
+from csrc_triton.launch import TILES, Tile
+from csrc_triton.qmatmul import matmul_ref
+
+TABLES = {int(path.stem[3:]): path for path in sorted(TILES.glob("sm_*.json"))}
+OTHERS = (89, 100, 120)  # architectures that take another's table
+DECODE = TUNABLES[0]
+FEW = (Tile(16, 64, 4, 3), Tile(16, 64, 4, 4))
+
+pytestmark = pytest.mark.filterwarnings("ignore:no tile table for sm_:UserWarning")
+
+
+def small(tiles: Callable[[int], Any] = lambda bucket: FEW, buckets: tuple[int, ...] = (16,)) -> Tunable:
+    """Decode of one kind of weight at a few tiles."""
+    return replace(DECODE, buckets=buckets, tiles=tiles, ranked=("q4",), kinds=("q4",))
+
+
+# ---- tables ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", TABLES)
+def test_tables_are_whole_and_change_no_bits(arch: int) -> None:
+    table = json.loads(TABLES[arch].read_text())
+    assert launch.check_tiles(table, "") == arch
+    assert {t.key for t in TUNABLES} <= set(table["tiles"])
+    assert table["source"] and table["date"] and table["triton"]
+    assert table["gpu"] is not None or table["source"] == autotune.STATIC
+    for key, buckets in table["tiles"].items():
+        assert all(autotune.keeps_bits(Tile(**entry)) for entry in buckets.values()), key
+        general = table["tiles"][key.split("/")[0]]
+        assert set(general) <= set(buckets), f"{key} hides buckets of the more general entry"
+
+
+@cache
+def form_and_bytes(kind: str) -> tuple[str, float]:
+    """A weight's form, and bytes that its codes take of a column of a row."""
+    _, w = DECODE.operands(kind, 256, 512, 1, "cpu", None)
+    codes = [w.parts[name] for name in ("weight", "codes", "high") if name in w.parts]
+    return autotune.form_name(w), sum(part.nbytes for part in codes) / (256 * 512)
+
+
+def operand_bytes(tunable: Tunable, kind: str, tile: Tile, arch: int) -> int:
+    """Shared memory of the pipelined operands: one stage fewer than named, of wgmma one more of the activations."""
+    itemsize = {"bf16": 2, "int8": 1, "f32": 4}[tunable.product]
+    weight = form_and_bytes(kind)[1] * (2 if tunable.product == "f32" and kind == "dense" else 1)
+    x = tile.rows * t64.COLS * itemsize
+    extra = x if arch == 90 and tunable.product == "bf16" else 0
+    return int((tile.stages - 1) * (weight * tile.cols * t64.COLS + x)) + extra
+
+
+def served(arch: int) -> list[tuple[Tunable, str, int, Tile]]:
+    """Every kernel, kind of weight and bucket with the tile that a launch on an architecture takes."""
+    return [
+        (t, kind, bucket, launch.tile_for(arch, t.key, form_and_bytes(kind)[0], 8192, 8192, bucket))
+        for t in TUNABLES
+        for kind in t.kinds
+        for bucket in t.buckets
+    ]
+
+
+@pytest.mark.parametrize("arch", sorted({*TABLES, *OTHERS}))
+def test_operands_of_every_tile_fit_into_shared_memory(arch: int) -> None:
+    limit = sass.LIMITS[arch].shared_per_block
+    for tunable, kind, bucket, tile in served(arch):
+        assert operand_bytes(tunable, kind, tile, arch) <= limit, (tunable.key, kind, bucket, tile)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("arch", OTHERS)
+def test_largest_tile_compiles_for_architectures_without_a_table(arch: int) -> None:
+    """The dry run raises what the loader would where a block asks for more shared memory than there is."""
+    tunable, kind, bucket, tile = max(served(arch), key=lambda case: operand_bytes(*case[:2], case[3], arch))
+    main, _ = autotune.compiled(tunable, autotune.Point(kind, *tunable.shapes[0], bucket), tile, arch)
+    shared = main.shared
+    assert operand_bytes(tunable, kind, tile, arch) <= shared <= sass.LIMITS[arch].shared_per_block
+
+
+@pytest.mark.slow
+@pytest.mark.aot
+@pytest.mark.parametrize("arch", sorted({*TABLES, *OTHERS}))
+def test_every_tile_compiles(arch: int) -> None:
+    """Within shared memory, and without spills for the architecture that the table was made for."""
+    for tunable, kind, bucket, tile in served(arch):
+        main, _ = autotune.compiled(tunable, autotune.Point(kind, *tunable.shapes[0], bucket), tile, arch)
+        case = (tunable.key, kind, bucket, tile)
+        assert main.shared <= sass.LIMITS[arch].shared_per_block, case
+        assert arch not in TABLES or sass.resources(main.asm["cubin"]).stack == 0, case
+
+
+# ---- autotune ----------------------------------------------------------------------------------------
+
+
+def test_tiles_that_could_change_bits_are_refused_before_they_compile() -> None:
+    for tile in (Tile(8, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 64, 2, 3)):
+        assert not autotune.keeps_bits(tile)
+        assert autotune.examined(DECODE, "q4", 16, tile, 90) == "another MMA: bits could change"
+    for tunable in TUNABLES:
+        assert all(
+            autotune.keeps_bits(t) for bucket in tunable.buckets for t in (*tunable.tiles(bucket), tunable.default)
+        )
+
+
+@pytest.mark.aot
+def test_a_tile_that_overflows_shared_memory_is_refused() -> None:
+    why = autotune.examined(small(), "q4", 64, Tile(64, 128, 8, 8), 86)
+    assert isinstance(why, str) and "shared memory" in why
+
+
+def test_the_narrowest_of_equally_fast_tiles_is_taken() -> None:
+    narrow, wide, other = Tile(16, 64, 4, 5), Tile(16, 128, 8, 5), Tile(16, 64, 4, 3)
+    assert autotune.ordered({wide: 10.0, narrow: 10.5, other: 10.5}, 0.1) == [narrow, other, wide]
+    assert autotune.ordered({wide: 10.0, narrow: 11.5}, 0.1) == [wide, narrow]
+    assert autotune.ordered({}, 0.1) == []
+
+
+def test_an_entry_of_a_form_keeps_the_buckets_of_the_kernel() -> None:
+    tiles = {"decode": {"16": 1, "64": 2}, "decode/w4-k/64x128": {"16": 5}, "decode/w4-k": {"64": 3}}
+    autotune.fill_buckets(tiles)
+    assert tiles["decode/w4-k"] == {"16": 1, "64": 3}
+    assert tiles["decode/w4-k/64x128"] == {"16": 5, "64": 3}
+
+
+def test_trials_survive_being_cut_short_and_those_of_other_sources_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "trials"
+    made: list[str] = []
+
+    def trial(journal: autotune.Journal, key: str) -> Trial:
+        return journal.trial(key, lambda: (made.append(key), Trial(1.5, key))[1])
+
+    first = autotune.Journal(path, "these sources")
+    trial(first, "a"), trial(first, "a"), trial(first, "b")
+    path.write_text(path.read_text() + '{"context": "these so')
+    again = autotune.Journal(path, "these sources")
+    assert trial(again, "a") == Trial(1.5, "a") and made == ["a", "b"]
+    trial(autotune.Journal(path, "others"), "a")
+    assert made == ["a", "b", "a"]
+
+
+@pytest.mark.aot
+def test_a_run_that_is_cut_short_goes_on_and_writes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, tried = tmp_path / "mine.json", []
+    examine = autotune.examined
+    monkeypatch.setattr(autotune, "examined", lambda *args: (tried.append(args[3]), examine(*args))[1])
+
+    def stop(bucket: int) -> tuple[Tile, ...]:
+        if bucket > 16:
+            raise KeyboardInterrupt
+        return FEW
+
+    with pytest.raises(KeyboardInterrupt):
+        autotune.make_table(90, None, path, (small(stop, (16, 32)),))
+    assert set(tried) == set(FEW) and not path.exists()
+    assert not autotune.make_table(90, None, path, (small(lambda bucket: [Tile(16, 64, 4, 6)]),), minutes=0)
+    assert not path.exists()
+    tried.clear()
+    assert autotune.make_table(90, None, path, (small(),))
+    assert tried == []  # all from the trials kept
+    table = json.loads(path.read_text())
+    assert table.get("sources", {}).get("decode", table["source"]) == autotune.STATIC and table["gpu"] is None
+    assert table.get("sources", {}).get("w8a8", table["source"]) == launch.tile_table(90)["source"]
+    assert Tile(**table["tiles"]["decode"]["16"]) == FEW[1]  # nearest to the usual number of stages
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.json"]
+    with launch.tiles_from(table):
+        assert launch.tile_for(90, "decode", "w4-block", 64, 128, 3) == FEW[1]
+        assert launch.tile_for(90, "prefill", "w4-block", 64, 128, 3)  # the rest is the package's
+
+
+# ---- the model ---------------------------------------------------------------------------------------
+
+KERNEL = Kernel(90, registers=71, shared=36864, warps=4, stages=5, blocks_per_sm=6, instructions=193.0, per_weight=1.4)
+
+
+def launch_of(m: int, n: int, k: int, **changes: Any) -> Launch:
+    w = harness.made_up_weight("q4", n, k, seed=None)
+    return replace(autotune.described(DECODE, w, m, Tile(16, 64, 4, 5)), **changes)
+
+
+def test_bytes_and_flops_are_those_of_the_formulas() -> None:
+    w = harness.made_up_weight("q4", 8192, 8192, seed=None)
+    assert w.nbytes == 8192 * 8192 // 2 + 4 * 8192 * 64  # nibbles, and a float32 scale for each 128
+    assert roofline.matmul_bytes(16, 8192, 8192, w.nbytes) == w.nbytes + 2 * 16 * 8192 * 2
+    assert bench_matmul.matmul_bytes(16, 8192, 8192, w.nbytes) == roofline.matmul_bytes(16, 8192, 8192, w.nbytes)
+    assert roofline.matmul_flops(3, 5, 7) == bench_matmul.matmul_flops(3, 5, 7) == 210
+    assert roofline.fold_bytes(2, 10, 3) == 20 * 14
+    work = launch_of(16, 8192, 8192)
+    assert (work.programs, work.blocks) == (128 * w.segments, 64 / w.segments)
+    assert work.programs * work.blocks * work.weight_block_bytes == w.nbytes
+
+
+def test_a_time_is_never_less_than_any_of_its_parts() -> None:
+    gpu = GPUS[90]
+    for m, n, k in ((1, 8192, 8192), (16, 4096, 4096), (16, 576, 1536), (16, 28672, 4096)):
+        expected = predict(KERNEL, launch_of(m, n, k), gpu)
+        assert expected.us > max(expected.parts.values()) and expected.bound in (*roofline.PARTS, "latency")
+        assert expected.parts["memory"] >= launch_of(m, n, k).dram_bytes / gpu.copy_gbs / 1e3
+
+
+def test_more_work_or_fewer_loads_under_way_take_longer() -> None:
+    gpu, work = GPUS[90], launch_of(16, 8192, 8192)
+    base = predict(KERNEL, work, gpu).us
+    assert predict(replace(KERNEL, instructions=2 * KERNEL.instructions), work, gpu).us > base
+    assert predict(KERNEL, replace(work, dram_bytes=2 * work.dram_bytes), gpu).us > base
+    assert predict(replace(KERNEL, stages=2), work, gpu).us > base
+    assert predict(KERNEL, launch_of(16, 576, 1536), gpu).bound == "latency"
+    assert bytes_in_flight(KERNEL, work, gpu) == pytest.approx(2 * 4 * work.weight_block_bytes)
+
+
+def test_occupancy_limits_the_loads_under_way() -> None:
+    alone = replace(KERNEL, blocks_per_sm=1)
+    work = launch_of(16, 28672, 4096)
+    assert bytes_in_flight(alone, work, GPUS[90]) * 4 == bytes_in_flight(KERNEL, work, GPUS[90])
+
+
+# ---- benches -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*harness.KINDS, "q4_k-glu"])
+def test_made_up_weights_are_packed_as_real_ones(kind: str) -> None:
+    w = harness.made_up_weight(kind, 130, 512)
+    assert w.shape == (130, 512) and w.nbytes == harness.made_up_weight(kind, 130, 512, seed=None).nbytes
+    if kind == "scratch":
+        assert w.parts["weight"].shape == (192, 512)
+        return
+    tiles = 4 if kind.endswith("-glu") else 3
+    assert kind == "dense" or w.parts["codes"].shape[0] == tiles
+    y = matmul_ref(harness.made_up_rows(8, 512), w)
+    assert y.shape == (8, 130) and 0.3 < y.std() < 4
+    assert not torch.equal(y, matmul_ref(harness.made_up_rows(8, 512), harness.made_up_weight(kind, 130, 512, seed=1)))
+
+
+def test_copies_of_a_weight_exceed_the_second_level_cache() -> None:
+    l2 = 60 << 20
+    assert harness.num_copies(8192 * 8192, l2) == harness.MIN_COPIES
+    for nbytes in (8_700_000, 500_000):
+        assert harness.num_copies(nbytes, l2) * nbytes >= 2 * l2
+    assert harness.num_copies(10, l2) == harness.MAX_COPIES
+
+
+def test_targets_stand_beside_their_cases() -> None:
+    assert bench_matmul.target_of("q4", 8192, 8192, 1) == "11.5 us, 3.00x"
+    assert bench_matmul.target_of("q4", 8192, 8192, 64) == "2.00x"
+    assert bench_matmul.target_of("q4", 28672, 4096, 2048) == "0.75x"
+    assert bench_matmul.target_of("q4", 576, 1536, 2048) is None
+    assert bench_matmul.target_of("q8-row", 8192, 8192, 16) == "19.5 us"
+    assert gpu_run.meets({"us": 11.0, "x cuBLAS": 3.1, "target": "11.5 us, 3.00x"})
+    assert not gpu_run.meets({"us": 11.0, "x cuBLAS": 2.9, "target": "11.5 us, 3.00x"})
+    for target in bench_matmul.TARGETS:
+        if target.floor_us is not None:
+            n, k = target.shapes[0]
+            nbytes = harness.made_up_weight(target.weights, n, k, seed=None).nbytes
+            assert math.isclose(nbytes / 4.3e6, target.floor_us, rel_tol=0.05)
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(harness.has_gpu(), reason="on a GPU the bench measures")
+def test_without_a_gpu_the_bench_prints_the_model_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    arguments = ["--weights", "q4", "--shape", "4096x4096", "--rows", "1", "--json", str(path)]
+    done = CliRunner().invoke(bench_matmul.app, arguments)
+    assert done.exit_code == 0, done.output
+    assert bench_matmul.MODEL in done.output and "4096x4096" in done.output and "4.0 us" in done.output
+    row = json.loads(path.read_text())["matmul"]["rows"][0]
+    assert row["source"] == bench_matmul.MODEL and row["us"] > 2.0
+    assert row["flops"] == 2 * 4096 * 4096 and row["instr/weight"] < 2.1
+
+
+# ---- the GPU run -------------------------------------------------------------------------------------
+
+
+@pytest.mark.aot
+def test_the_gpu_run_goes_through_every_section_without_a_gpu(tmp_path: Path) -> None:
+    done = CliRunner().invoke(gpu_run.app, ["--dry", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results["sections"]) == [s.name for s in gpu_run.SECTIONS]
+    for name, section in results["sections"].items():
+        assert section["status"] == "done" and section["rows"], name
+        assert name in done.output
+    assert set(results["sections"]["facts"]["found"]["probes"].values()) == {None}
+    launch.check_tiles(json.loads((tmp_path / "sm_90.json").read_text()), "")
+
+
+@pytest.mark.skipif(harness.has_gpu(), reason="there is one")
+def test_the_gpu_run_asks_for_a_gpu() -> None:
+    done = CliRunner().invoke(gpu_run.app, [])
+    assert done.exit_code == 2 and "--dry" in done.output
+
+
+def test_a_section_that_fails_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
+    def fail(run: gpu_run.Run) -> None:
+        run.row("before", 1)
+        raise RuntimeError("no such kernel\nmore")
+
+    run = gpu_run.Run(tmp_path, True, math.inf, part=tmp_path / "part.json")
+    assert gpu_run.run_section(gpu_run.Section("x", fail, 1), run) == "failed: RuntimeError: no such kernel"
+    assert json.loads((tmp_path / "part.json").read_text())["rows"][0]["what"] == "before"
+    late = gpu_run.Run(tmp_path, True, -math.inf)
+    assert gpu_run.run_section(gpu_run.Section("x", lambda run: None, 1), late) == "cut short"
+
+
+def test_results_fail_by_facts_and_tests_not_by_speed() -> None:
+    def results(name: str, holds: bool | None, status: str = "done") -> dict[str, Any]:
+        return {"sections": {name: {"status": status, "rows": [{"what": "w", "holds": holds}]}}}
+
+    assert gpu_run.all_hold(results("facts", True)) and gpu_run.all_hold(results("facts", None))
+    assert gpu_run.all_hold(results("matmul", False))
+    assert not gpu_run.all_hold(results("facts", False)) and not gpu_run.all_hold(results("tests", False))
+    assert not gpu_run.all_hold(results("matmul", True, "failed: x"))
+
+
+@pytest.mark.parametrize("kind", gpu_run.SETS)
+def test_operands_of_the_probes_tell_orders_apart(kind: str) -> None:
+    """Summed backwards, some sums differ in bits: otherwise equal bits would say nothing."""
+    a, b = gpu_run.probe_operands(kind, 16, 16, 256, "cpu")
+    assert a.isfinite().all() and b.isfinite().all()
+    products = a.float()[:, None, :] * b.float()[None, :, :]
+    forward, backward = torch.zeros(16, 16), torch.zeros(16, 16)
+    for k in range(256):
+        forward += products[..., k]
+        backward += products[..., 255 - k]
+    assert forward.isfinite().all() and gpu_run.differing(forward, backward) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.aot
+@pytest.mark.parametrize("name", gpu_run.PROBES)
+def test_probes_compile_to_what_they_claim(name: str) -> None:
+    assert gpu_run.probe_problem(gpu_run.PROBES[name]) is None
+
+
+def test_every_fact_has_its_probes() -> None:
+    named = {name for names, _ in gpu_run.FACTS.values() for name in names} | {gpu_run.BASE}
+    assert named == set(gpu_run.PROBES)
+    assert compile_check.MMA_OF["float", True] == gpu_run.PROBES[gpu_run.BASE].instruction
