@@ -59,7 +59,7 @@ def refuse_grad(name: str, *tensors: Tensor | None) -> None:
 
 
 def refuse_device(name: str, tensor: Tensor) -> None:
-    """This version has kernels for the CPU alone."""
+    """What is called runs on the CPU."""
     if not tensor.is_cpu:
         raise ValueError(f"{name}: no kernel for {tensor.device} in this version; move the tensors to the CPU")
 
@@ -355,7 +355,7 @@ def _mm_f32(x: Tensor, parts: Any) -> Tensor:
     elif x.data_ptr() % ALIGNED:  # with three threads and more, MKL's order of an odd last column follows the address
         x = x.clone()
     if padded == ROW_TILE:
-        return torch.mm(x, weight)[:m]
+        return _mm(x, weight)[:m]
     y = x.new_empty(padded, weight.shape[1])
     for start in range(0, padded, ROW_TILE):
         torch.mm(x[start : start + ROW_TILE], weight, out=y[start : start + ROW_TILE])
@@ -363,7 +363,14 @@ def _mm_f32(x: Tensor, parts: Any) -> Tensor:
 
 
 def _mm_f32_plain(x: Tensor, parts: Any) -> Tensor:
-    return torch.mm(x, parts["weight"].t())
+    return _mm(x, parts["weight"].t())
+
+
+def _mm(x: Tensor, weight: Tensor) -> Tensor:
+    """torch.mm; autocast would round its operands, but not those of a product that is given its result."""
+    if torch.is_autocast_enabled("cpu"):
+        return torch.mm(x, weight, out=x.new_empty(x.shape[0], weight.shape[1]))
+    return torch.mm(x, weight)
 
 
 def _mm_f16(x: Tensor, parts: Any) -> Tensor:

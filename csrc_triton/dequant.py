@@ -472,9 +472,23 @@ def _block_product(planes, x_ptr, x_stride, alive, k_left, EVEN_K: tl.constexpr,
 
 
 @jit
-def load_scale(at, kb, FORM: tl.constexpr):
-    """Block kb's scales [COLS] of forms "block" and "zero"."""
-    return tl.load(at.scale + (kb * 64 if FORM.groups else 0) + at.scale_at)
+def load_word(at, kb, FORM: tl.constexpr):
+    """Block kb's scales [COLS] of forms "block" and "zero", as stored; of others whatever."""
+    if FORM.scales == "block" or FORM.scales == "zero":
+        return tl.load(at.scale + (kb * 64 if FORM.groups else 0) + at.scale_at)
+    else:
+        return at.scale_at
+
+
+@jit
+def scale_of(word, FORM: tl.constexpr, COLS: tl.constexpr):
+    """The factor of a block's sum [COLS], float32."""
+    if FORM.scales == "block":
+        return word
+    elif FORM.scales == "zero":
+        return _half(word, 0).to(tl.float32)
+    else:
+        return tl.full((COLS,), 1.0, tl.float32)
 
 
 # ---- a segment ---------------------------------------------------------------------------------------
@@ -500,21 +514,15 @@ def segment_sum(
     """W . x^T over a segment: [COLS, ROWS] float32."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     acc = tl.zeros((COLS, ROWS), tl.float32)
-    scale = tl.full((COLS,), 1.0, tl.float32)
-    word = scale
-    if FORM.scales == "block":
-        scale = load_scale(at, first, FORM)
-    elif FORM.scales == "zero":
-        word = load_scale(at, first, FORM)
+    word = load_word(at, first, FORM)
+    scale = scale_of(word, FORM, COLS)
     for kb in range(first, last):
         # a block's scale is first needed after its sum: fetched one block ahead, it never keeps that waiting
         following = scale
-        if FORM.scales == "block" and FORM.groups:
-            following = load_scale(at, tl.minimum(kb + 1, last - 1), FORM)
-        elif FORM.scales == "zero":
-            if FORM.groups:
-                word = load_scale(at, kb, FORM)
-            scale = _half(word, 0).to(tl.float32)
+        if FORM.groups and (FORM.scales == "block" or FORM.scales == "zero"):
+            following = scale_of(load_word(at, tl.minimum(kb + 1, last - 1), FORM), FORM, COLS)
+            if FORM.scales == "zero":
+                word = load_word(at, kb, FORM)
         planes = load_planes(at, kb, k - kb * 128, word, FORM, DTYPE, EVEN_K, ARCH)
         p = _block_product(planes, x_ptr + kb * 128, x_stride, alive, k - kb * 128, EVEN_K, JOIN)
         acc = tl.fma(p, tl.broadcast_to(scale[:, None], (COLS, ROWS)), acc)

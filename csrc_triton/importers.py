@@ -29,8 +29,8 @@ def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int) -> QTe
     """The weight of one layer in AWQ's GEMM layout, its zero points kept as integers."""
     _check_words("from_awq", qweight=qweight, qzeros=qzeros)
     k, n = qweight.shape[0], 8 * qweight.shape[1]
-    if group < 1 or k % group:
-        raise ValueError(f"from_awq: {k} columns in groups of {group}: expected whole groups")
+    if not isinstance(group, int) or group < 1 or k % group:
+        raise ValueError(f"from_awq: {k} columns in groups of {group!r}: expected a whole number of them")
     _check_groups("from_awq", qzeros, scales, k // group, n)
     zeros = _nibbles(qzeros, AWQ_ORDER).flatten(1)
     return _stored("from_awq", _nibbles(qweight, AWQ_ORDER).flatten(1), zeros, scales, group)
@@ -64,8 +64,9 @@ def from_gptq(
 def load_awq_layer(path: str | os.PathLike[str], prefix: str) -> QTensor:
     """The weight of the layer `prefix` ("model.layers.0.mlp.up_proj") of an AWQ safetensors file."""
     held = _read_layer(path, prefix, ("qweight", "qzeros", "scales"))
-    groups = held["qzeros"].shape[0]
-    return from_awq(held["qweight"], held["qzeros"], held["scales"], held["qweight"].shape[0] // max(groups, 1))
+    _check_words("load_awq_layer", qweight=held["qweight"], qzeros=held["qzeros"])
+    group = held["qweight"].shape[0] // held["qzeros"].shape[0]
+    return from_awq(held["qweight"], held["qzeros"], held["scales"], group)
 
 
 def load_gptq_layer(path: str | os.PathLike[str], prefix: str, *, zeros_plus_one: bool = True) -> QTensor:

@@ -39,11 +39,26 @@ _plain = False  # kernels keep to plain Triton, without inline assembly
 _tables: dict[int, Mapping[str, Any]] = {}
 
 
+if triton is not None:
+
+    class Kernel(triton.JITFunction):  # type: ignore[misc]
+        """Launched on the device of its first tensor, as torch's operators are; Triton itself takes the current one."""
+
+        def run(self, *args: Any, **options: Any) -> Any:
+            for arg in args:
+                if isinstance(arg, Tensor):
+                    if arg.is_cuda and (index := arg.get_device()) != torch.cuda.current_device():
+                        with torch.cuda.device(index):
+                            return super().run(*args, **options)
+                    break
+            return super().run(*args, **options)
+
+
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """triton.jit, or the plain function where there is no Triton."""
     if fn is None:
         return lambda f: jit(f, **options)
-    return fn if triton is None else triton.jit(fn, **options)
+    return fn if triton is None else Kernel(fn, **options)
 
 
 def constexpr(value: Any) -> Any:
@@ -153,8 +168,8 @@ def _buckets(arch: int, kernel: str, fmt: str, n: int, k: int) -> tuple[tuple[in
 
 
 def tile_table(arch: int) -> Mapping[str, Any]:
-    """The architecture's table; without one of its own that of the nearest older one with the same kind of MMA, which
-    has no more shared memory than it. Says so, once."""
+    """The architecture's table; without one of its own that of the nearest older one with the same kind of MMA. Says
+    so, once."""
     if arch not in _tables:
         known = (int(path.stem[3:]) for path in TILES.glob("sm_*.json"))
         nearest = max(a for a in known if a <= arch and joins_planes(a) == joins_planes(arch))
@@ -207,4 +222,8 @@ def check_tiles(table: Any, name: str) -> int:
                 raise ValueError(f"{name}: {key}/{bucket}: expected rows, cols, warps and stages, got {entry!r}")
             if any(math.log2(entry[field]) % 1 for field in ("rows", "cols", "warps")):
                 raise ValueError(f"{name}: {key}/{bucket}: rows, cols and warps must be powers of two, got {entry!r}")
+            # smaller ones miss rows of the weight, or the MMA whose order of sums the others have
+            if entry["rows"] < 16 or entry["cols"] < 64 or entry["warps"] < 4:
+                least = "at least 16 rows, 64 cols and 4 warps"
+                raise ValueError(f"{name}: {key}/{bucket}: expected {least}, got {entry!r}")
     return int(table["arch"])

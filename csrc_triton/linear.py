@@ -58,7 +58,7 @@ class QLinear(nn.Module):
         if bias is not None and (tuple(bias.shape) != (self.out_features,) or not bias.is_floating_point()):
             raise ValueError(f"QLinear: bias must be floats [{self.out_features}], got {bias.dtype} {list(bias.shape)}")
         self._hold(weight)
-        self.register_buffer("bias", None if bias is None else bias.detach())
+        self.register_buffer("bias", None if bias is None else bias.detach().contiguous())
 
     @classmethod
     def from_linear(
@@ -225,7 +225,7 @@ class QLinear(nn.Module):
         if q.shape != (self.out_features, self.in_features):
             raise ValueError(f"weight is {list(q.shape)}, expected {[self.out_features, self.in_features]}")
         _check_weight(q)
-        if problem := _part_problem(q) or t64.part_problem(q):
+        if problem := _part_problem(q):
             raise ValueError(f"weight {q.fmt} {list(q.shape)} in layout {q.layout!r}: {problem}")
         return q
 

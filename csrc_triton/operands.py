@@ -25,9 +25,12 @@ def matmul_on_cpu(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     if isinstance(w, Tensor):
+        if w.device != x.device:
+            raise ValueError(f"{name}: x is on {x.device} and the weight on {w.device}")
         w = cpu.pack(dense(w))
     if not _fits_cpu(x, w, bias, residual):
         _check_cpu(name, x, w, bias, residual)
+    _check_out_dtype(name, out_dtype)
     if x.shape[0] == 0:
         return x.new_empty(0, w.shape[0], dtype=out_dtype or x.dtype)
     y = cpu.matmul_cpu(x, w, bias, residual)
@@ -50,10 +53,12 @@ def _check_cpu(name: str, x: Tensor, w: QTensor, bias: Tensor | None, residual: 
     n, k = w.shape
 
     def expect(what: str, tensor: Tensor, shape: tuple[Any, ...]) -> None:
-        if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        fits = tensor.dtype == torch.float32 and tuple(tensor.shape) == shape and tensor.is_contiguous()
+        if not fits or not tensor.is_cpu:
             raise ValueError(
                 f"{name}: {what} must be contiguous float32 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
                 f"{'' if tensor.is_contiguous() else ', not contiguous'}"
+                f"{'' if tensor.is_cpu else f' on {tensor.device}'}"
             )
 
     expect("x", x, (x.shape[0] if x.ndim == 2 else "M", k))
@@ -93,11 +98,15 @@ def check_matmul(
         )
     if w.device != x.device:
         raise ValueError(f"{name}: x is on {x.device} and the weight on {w.device}")
-    if out_dtype is not None and out_dtype not in FLOATS:
-        raise ValueError(f"{name}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    _check_out_dtype(name, out_dtype)
     _check_added(name, "bias", bias, (n,), x)
     _check_added(name, "residual", residual, (x.shape[0], n), x)
     return permute_input(x, w), w
+
+
+def _check_out_dtype(name: str, out_dtype: torch.dtype | None) -> None:
+    if out_dtype is not None and out_dtype not in FLOATS:
+        raise ValueError(f"{name}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
 
 
 def _check_added(name: str, what: str, tensor: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:

@@ -2,9 +2,9 @@
 
     y[m, :] = RN(RN32(x[m, :] . W^T + bias) + residual[m, :])
 
-A program takes all K segments of its tile and folds them in order in registers. Very many rows read the weight so
-often that it pays to write it out once, in the compute dtype (exact integers where the form has block scales), and
-to multiply that: the same operands in the same order.
+A program takes all K segments of its tile and folds them in order in registers. Very many rows may multiply a weight
+that was written out once in the compute dtype (exact integers where the form has block scales): the same operands in
+the same order. It is off (SCRATCH_ROWS) until a GPU shows that it pays.
 
 Promise: row m equals dequant_matmul(x[m : m + 1]), bit for bit.
 """
@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from csrc_triton import launch, t64
-from csrc_triton.dequant import cursor_at, load_planes, load_scale, segment_range, segment_sum, store_tile
+from csrc_triton.dequant import cursor_at, load_planes, load_word, segment_range, segment_sum, store_tile
 from csrc_triton.launch import jit, tl
 from csrc_triton.operands import carve, check_matmul, kernel_constants, matmul_on_cpu, weight_args
 from csrc_triton.quant import QTensor
 from csrc_triton.t64 import COLS, ROWS, Form
 
-SCRATCH_ROWS = 2048  # from here on a quantised weight is written out once in the compute dtype
+# rows from which a quantised weight is written out once in the compute dtype. None: never; tools/roofline.py expects
+# 128 x 128 tiles of 16-bit weights to wait for L2 (1.8 times as long at 8192 x 8192), and no GPU has been asked yet
+SCRATCH_ROWS: int | None = None
 GROUP = 8  # row tiles that walk along the weight together, so that it is read from L2
 
 
@@ -76,10 +78,7 @@ def _write_out_kernel(w, out_ptr, FORM: tl.constexpr, ARCH: tl.constexpr):
     kb = tl.program_id(0)
     tile = tl.program_id(1).to(tl.int64)
     at = cursor_at(w, tile, FORM, 64)
-    word = at.scale_at
-    if FORM.scales == "zero":
-        word = load_scale(at, kb, FORM)
-    planes = load_planes(at, kb, 128, word, FORM, out_ptr.dtype.element_ty, True, ARCH)
+    planes = load_planes(at, kb, 128, load_word(at, kb, FORM), FORM, out_ptr.dtype.element_ty, True, ARCH)
     WIDTH: tl.constexpr = planes[0].shape[1]
     stride = w.num_blocks * 128
     to = (tl.arange(0, 64) * stride)[:, None] + tl.arange(0, WIDTH)[None, :]
@@ -99,7 +98,7 @@ def prefill_gemm(
 ) -> Tensor:
     """x [M, K], any M, w [N, K] -> [M, N]; arguments as `dequant_matmul`'s.
 
-    From 2,048 rows a quantised weight is written out once into `prefill_workspace_nbytes` bytes of scratch. A
+    From SCRATCH_ROWS rows a quantised weight is written out once into `prefill_workspace_nbytes` bytes of scratch. A
     smaller workspace does without, with the same bits.
     """
     if not launch.runs_kernel(x):
@@ -152,7 +151,7 @@ def prefill(
 
 def prefill_workspace_nbytes(m: int, w: QTensor, dtype: torch.dtype = torch.bfloat16) -> int:
     """Bytes of scratch that `prefill_gemm` of m rows can use; 0 where it uses none."""
-    if m < SCRATCH_ROWS or "codes" not in w.parts or dtype == torch.float32:
+    if SCRATCH_ROWS is None or m < SCRATCH_ROWS or w.layout not in ("t64", "t64-glu") or dtype == torch.float32:
         return 0
     tiles, blocks = w.parts["codes"].shape[:2]
     return tiles * ROWS * blocks * COLS * dtype.itemsize

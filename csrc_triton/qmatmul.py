@@ -20,6 +20,7 @@ from torch import Tensor
 from csrc_triton import cpu, launch, t64
 from csrc_triton.dequant import cursor_at, finish, segment_range, segment_sum, store_tile
 from csrc_triton.fused import (
+    ACTIVATIONS,
     MAX_CHUNK,
     argmax,
     chunk_of,
@@ -34,7 +35,7 @@ from csrc_triton.fused import (
     units,
 )
 from csrc_triton.launch import Tile, jit, tl
-from csrc_triton.operands import carve, check_matmul, kernel_constants, matmul_on_cpu, weight_args
+from csrc_triton.operands import FLOATS, carve, check_matmul, kernel_constants, matmul_on_cpu, weight_args
 from csrc_triton.qgemm import prefill, prefill_workspace_nbytes
 from csrc_triton.quant import QTensor, dense, dequantize
 from csrc_triton.t64 import ROWS
@@ -283,8 +284,12 @@ def matmul_rmsnorm(
         y = matmul(x, w, bias=bias, residual=residual, workspace=workspace)
         return y, rmsnorm(_aligned_rows(y) if launch.runs_kernel(x) else y, norm_weight, eps)
     x, w = check_matmul("matmul_rmsnorm", x, w, bias, residual, None)
-    if tuple(norm_weight.shape) != (n,) or norm_weight.device != x.device or not norm_weight.is_contiguous():
-        raise ValueError(f"matmul_rmsnorm: norm_weight must be contiguous [{n}], got {list(norm_weight.shape)}")
+    fits = tuple(norm_weight.shape) == (n,) and norm_weight.is_contiguous() and norm_weight.dtype in FLOATS
+    if not fits or norm_weight.device != x.device:
+        raise ValueError(
+            f"matmul_rmsnorm: norm_weight must be contiguous floats [{n}] on {x.device}, "
+            f"got {norm_weight.dtype} {list(norm_weight.shape)} on {norm_weight.device}"
+        )
     cpu.refuse_grad("matmul_rmsnorm", norm_weight)
     m, chunk = x.shape[0], chunk_of(n)
     partial = _partial(x, w, n, workspace)
@@ -323,20 +328,22 @@ def swiglu_matmul(
     On a GPU w is a `pack_gate_up` weight; on a CPU its rows alternate in blocks of `block` gate and up rows. Gate and
     up are rounded to x's dtype first: the bits are those of a matmul followed by `swiglu`.
     """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"swiglu_matmul: activation must be 'silu' or 'gelu_tanh', got {activation!r}")
+    if w.shape[0] % 2 or block < 1:
+        raise ValueError(f"swiglu_matmul: weight {list(w.shape)} in blocks of {block}: expected [2F, K] and at least 1")
     if not launch.runs_kernel(x):
         return cpu.swiglu_cpu(matmul_on_cpu("swiglu_matmul", x, w, None, None, None), activation, block)
-    if activation not in ("silu", "gelu_tanh"):
-        raise ValueError(f"swiglu_matmul: activation must be 'silu' or 'gelu_tanh', got {activation!r}")
     x, w = check_matmul("swiglu_matmul", x, w, None, None, None, layout="t64-glu")
     m, f = x.shape[0], w.shape[0] // 2
     y = torch.empty(m, f, dtype=x.dtype, device=x.device)
     if m == 0:
         return y
     columns = t64.num_tiles(w) * ROWS
-    if m > MAX_ROWS:
-        gate_up = prefill(x, whole_tiles(w), None, None, x.dtype, workspace)
+    if m > MAX_ROWS or (w.segments == 1 and x.dtype == torch.float32):
+        gate_up = (prefill if m > MAX_ROWS else decode)(x, whole_tiles(w), None, None, x.dtype, workspace)
         return swiglu(gate_up, activation)[:, :f]
-    if w.segments == 1 and x.dtype != torch.float32:
+    if w.segments == 1:
         _launch(x, w, y, None, None, "gated", activation)
         return y
     partial = _partial(x, w, columns, workspace)
@@ -366,12 +373,13 @@ def lm_head_argmax(x: Tensor, w: QTensor | Tensor, *, workspace: Tensor | None =
     return ids
 
 
-def matmul_workspace_nbytes(m: int, w: QTensor, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes of scratch that a GPU's `matmul` and `swiglu_matmul` of m rows can use."""
+def matmul_workspace_nbytes(m: int, w: QTensor | Tensor, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Bytes of scratch that a GPU's `matmul` and `swiglu_matmul` of m rows can use; dtype is x's."""
+    w = dense(w) if isinstance(w, Tensor) else w
     if m > MAX_ROWS:
         return prefill_workspace_nbytes(m, w, dtype)
     columns = t64.num_tiles(w) * ROWS if w.layout == "t64-glu" else w.shape[0]
-    return 4 * w.segments * m * columns if w.segments > 1 or dtype == torch.float32 else 0
+    return 4 * w.segments * m * columns if w.segments > 1 else 0
 
 
 def matmul(
@@ -433,7 +441,7 @@ def _launch(
     tile = _tile(x, w)
     if out == "gated":
         # gate and up beside each other: as many columns a warp as the table says
-        tile = Tile(tile.rows, 2 * ROWS, tile.warps * 2 * ROWS // tile.cols, tile.stages)
+        tile = Tile(tile.rows, 2 * ROWS, max(4, tile.warps * 2 * ROWS // tile.cols), tile.stages)
     (m, k), n = x.shape, w.shape[0]
     args = weight_args(w)
     columns = args.num_tiles * ROWS if out == "gated" else n

@@ -61,6 +61,8 @@ BOUNDS = {
 # symmetric scales of smaller groups are float16 numbers, for layouts that store them in 16 bits
 WIDE_GROUP = 128
 SMALLEST_F16 = 2.0**-24
+SIX_BITS = ("q5_0", "q5_1", "q5_k", "q6_k")
+EIGHT_BITS = ("q8", "q8_0")
 # rows of a tile, by the packed layouts whose parts have a row for each tile
 TILE_ROWS = {"t64": 64, "t64-int8": 64}
 # weights per step on a CPU: temporaries stay in cache, and small beside the result
@@ -409,10 +411,18 @@ def _part_problem(q: QTensor) -> str | None:
     group = GGUF[q.fmt].group if q.fmt in GGUF else q.group
     if q.group != group or (q.fmt not in GGUF and not 1 <= group <= k):
         return f"group {q.group}, expected {group if q.fmt in GGUF else f'1..{k}'}"
-    if q.layout != "rows":
+    if q.layout in (*TILE_ROWS, "t64-glu"):
+        return _tiles_problem(q)
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    if q.layout.startswith("cpu-"):
+        expected, whole = _cpu_parts(q)
+        if not expected:
+            return None
+        if n % whole[0] or k % whole[1]:
+            return f"layout {q.layout!r} needs multiples of {whole[0]} rows and {whole[1]} columns"
+    elif q.layout != "rows":
         return None
-    expected: dict[str, tuple[torch.dtype, tuple[int, int]]]
-    if q.fmt in DENSE:
+    elif q.fmt in DENSE:
         expected = {"weight": (DENSE[q.fmt], (n, k))}
     elif q.fmt in GGUF:
         form = GGUF[q.fmt]
@@ -434,6 +444,56 @@ def _part_problem(q: QTensor) -> str | None:
         if part.dtype != dtype or tuple(part.shape) != shape:
             return f"{name!r} is {part.dtype} {list(part.shape)}, expected {dtype} {list(shape)}"
     return None
+
+
+def _cpu_parts(q: QTensor) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], tuple[int, int]]:
+    """Parts of a weight packed for a CPU (see cpu.py), and what N and K must be multiples of: torch checks neither."""
+    n, k = q.shape
+    match q.layout.split("-")[1]:
+        case "f32":
+            return {"weight": (torch.float32, (n, k))}, (1, 1)
+        case "i8":
+            return {"codes": (torch.int8, (n, k)), "scale": (torch.bfloat16, (n,))}, (1, 64)
+        case "i4":
+            scales = (torch.bfloat16, (k // 32, n, 2))
+            return {"nibbles": (torch.uint8, (n, k // 2)), "scale_bias": scales}, (64, 64)
+        case "w8a8":
+            return {"codes": (torch.int8, (n, k)), "scale": (torch.float32, (n,))}, (1, 1)
+    return {}, (1, 1)
+
+
+def _tiles_problem(q: QTensor) -> str | None:
+    """What in the parts of a weight in tiles (see t64.py) a kernel would misread, or read past their ends."""
+    (n, k), is_glu = q.shape, q.layout == "t64-glu"
+    tiles = 2 * math.ceil(n / 128) if is_glu else math.ceil(n / 64)
+    blocks = math.ceil(k / 128)
+    if q.fmt in DENSE or (is_glu and n % 2) or k % (GGUF[q.fmt].weights if q.fmt in GGUF else 1):
+        return f"{q.fmt} {n}x{k} has no such layout"
+    held = {name: (part.dtype, tuple(part.shape)) for name, part in q.parts.items() if name != "perm"}
+    scale = held.get("scale", (None, ()))
+    bits = 6 if q.fmt in SIX_BITS else 8 if q.fmt in EIGHT_BITS else 4
+    inner = {4: (64, 32), 6: (2, 64, 16), 8: (2, 64, 32)}[bits]
+    expected: dict[str, tuple[Any, tuple[int, ...]]] = {"codes": (torch.int16, (tiles, blocks, *inner)), "scale": scale}
+    if bits == 6:
+        expected["high"] = (torch.int16, (tiles, blocks, 64, 16))
+    half = (torch.int32, (tiles, blocks, 2, 64))
+    floats = [(torch.float32, (tiles, blocks, groups, 64)) for groups in (1, 2, 4)]
+    whole = [(torch.float32, (tiles, count, 64)) for count in (1, blocks)]
+    zero = [(torch.int32, (tiles, count, 64)) for count in (1, blocks) if q.fmt == "q4"]
+    if q.layout == "t64-int8":
+        expected = {"codes": (torch.int8, (tiles, blocks, 64, 128)), "scale": (torch.float32, (tiles, 1, 64))}
+        if q.fmt != "q8":
+            return f"{q.fmt} has no such layout"
+    elif q.fmt in ("q4_k", "q5_k", "q6_k"):
+        expected |= {"scale": half, "extra": (torch.int32, (tiles, math.ceil(blocks / 2), 64))}
+    elif scale not in ([half] if q.fmt in GGUF else [half, *floats, *whole, *zero]):
+        return f"its scale is {scale[0]} {list(scale[1])}"
+    elif q.fmt in ("q4_1", "q5_1") or ("extra" in held and q.fmt not in GGUF and scale not in (*whole, *zero)):
+        expected["extra"] = scale
+    if held != expected:
+        return f"parts {held}, expected {expected}"
+    strided = [name for name, part in q.parts.items() if not part.is_contiguous()]
+    return f"{strided[0]!r} is not contiguous" if strided else None
 
 
 def _unpack(q: QTensor) -> tuple[Tensor, int, Tensor, Tensor | None]:

@@ -28,19 +28,18 @@ Promise: packing loses nothing: `unpack` returns the same codes, scales and bias
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from csrc_triton import cpu, launch, quant
-from csrc_triton.quant import DENSE, QTensor
+from csrc_triton.quant import DENSE, EIGHT_BITS, SIX_BITS, QTensor
 
 ROWS, COLS = 64, 128  # of a tile
+CHUNK = 1 << 22  # weights packed at a time, which takes up to 16 bytes each
 LAYOUTS = ("t64", "t64-glu", "t64-int8")
-SIX_BITS = ("q5_0", "q5_1", "q5_k", "q6_k")
-EIGHT_BITS = ("q8", "q8_0")
 
 
 class Form(NamedTuple):
@@ -91,6 +90,8 @@ def pack(q: QTensor, scheme: str | None = None) -> QTensor:
 
     On a GPU T64, or with scheme "w8a8" its int8 form; on a CPU `cpu.pack` and its schemes.
     """
+    if q.layout != "rows":
+        raise ValueError(f"pack: weight {q.fmt} {list(q.shape)} is in layout {q.layout!r}, expected 'rows'")
     if not launch.runs_kernel(next(iter(q.parts.values()))):
         return cpu.pack(q, scheme)
     if scheme not in (None, "w8a8"):
@@ -111,12 +112,21 @@ def pack_t64(q: QTensor, layout: str = "t64") -> QTensor:
         raise ValueError(f"pack_t64: unknown layout {layout!r}, expected 't64' or 't64-int8'")
     kept = {"perm": q.parts["perm"]} if "perm" in q.parts else {}
     q = replace(q, parts={name: part for name, part in q.parts.items() if name != "perm"})
-    codes, offset, scale, bias = quant._unpack(q)
     if layout == "t64-int8":
-        parts = _pack_int8(q, codes, scale, bias)
-    else:
-        parts = _pack_codes(q.fmt, codes, offset) | _pack_scales(q, scale, bias)
-    return replace(q, layout=layout, parts=parts | kept)
+        codes, _, scale, bias = quant._unpack(q)
+        return replace(q, layout=layout, parts=_pack_int8(q, codes, scale, bias) | kept)
+    step = ROWS * max(1, CHUNK // (ROWS * q.shape[1]))
+    pieces = [_pack_rows(q[start : start + step]) for start in range(0, q.shape[0], step)]
+    packed, scales, biases = zip(*pieces, strict=True)
+    parts = {name: torch.cat([piece[name] for piece in packed]) for name in packed[0]}
+    bias = None if biases[0] is None else torch.cat(biases)
+    return replace(q, layout=layout, parts=parts | _pack_scales(q, torch.cat(scales), bias) | kept)
+
+
+def _pack_rows(q: QTensor) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+    """The packed codes of some row tiles, and their scales and biases [n, G]."""
+    codes, offset, scale, bias = quant._unpack(q)
+    return _pack_codes(q.fmt, codes, offset), scale, bias
 
 
 def packed_nbytes(shape: tuple[int, int], fmt: str, group: int = 32, layout: str = "t64") -> int:
@@ -206,32 +216,6 @@ def unpacked(q: QTensor) -> QTensor:
     if "perm" in q.parts:
         parts["perm"] = q.parts["perm"]
     return replace(q, fmt=fmt, layout="rows", parts=parts)
-
-
-def part_problem(q: QTensor) -> str | None:
-    """What in the parts of a T64 weight a kernel would misread; None if nothing."""
-    if q.layout not in ("t64", "t64-glu"):
-        return None
-    tiles, blocks = -(-q.shape[0] // ROWS), -(-q.shape[1] // COLS)
-    held = {name: (part.dtype, tuple(part.shape)) for name, part in q.parts.items() if name != "perm"}
-    scale = held.get("scale", (None, ()))
-    bits = 6 if q.fmt in SIX_BITS else 8 if q.fmt in EIGHT_BITS else 4
-    codes = {4: (64, 32), 6: (2, 64, 16), 8: (2, 64, 32)}[bits]
-    expected: dict[str, tuple[Any, tuple[int, ...]]] = {"codes": (torch.int16, (tiles, blocks, *codes)), "scale": scale}
-    if bits == 6:
-        expected["high"] = (torch.int16, (tiles, blocks, 64, 16))
-    half = (torch.int32, (tiles, blocks, 2, 64))
-    wide = [(torch.float32, (tiles, blocks, groups, 64)) for groups in (1, 2, 4)]
-    whole = [(dtype, (tiles, count, 64)) for dtype in (torch.float32, torch.int32) for count in (1, blocks)]
-    if q.fmt in ("q4_k", "q5_k", "q6_k"):
-        expected |= {"scale": half, "extra": (torch.int32, (tiles, -(-blocks // 2), 64))}
-    elif scale not in (half, *wide, *whole):
-        return f"its scale is {scale[0]} {list(scale[1])}"
-    elif "extra" in held and scale not in whole:
-        expected["extra"] = scale
-    if held != expected:
-        return f"parts {held}, expected {expected}"
-    return None
 
 
 def _gate_then_up(rows: Tensor, n: int) -> Tensor:

@@ -206,6 +206,9 @@ def test_layers_are_found_by_prefix(tmp_path: Path) -> None:
         load_awq_layer(path, "a.k_proj")
     with pytest.raises(ValueError, match=r"tensor 'a.qweight' is missing"):
         load_gptq_layer(path, "a")
+    save_file(tensors | {"a.q_proj.qzeros": torch.tensor(1, dtype=torch.int32)}, path)
+    with pytest.raises(ValueError, match=r"load_awq_layer: qzeros must be int32 of two sizes, got torch.int32 \[\]"):
+        load_awq_layer(path, "a.q_proj")
     (tmp_path / "other").write_bytes(b"no such file")
     with pytest.raises(ValueError, match="other: no sound safetensors file"):
         load_gptq_layer(tmp_path / "other", "b.q_proj")
@@ -221,8 +224,10 @@ def test_layers_are_found_by_prefix(tmp_path: Path) -> None:
         (lambda p: {"qweight": p["qweight"][0]}, r"qweight must be int32 of two sizes, got torch.int32 \[2\]"),
         (lambda p: {"qzeros": p["qzeros"].float()}, r"qzeros must be int32 of two sizes, got torch.float32"),
         (lambda p: {"qweight": p["qweight"][:0]}, r"qweight must be int32 of two sizes, got torch.int32 \[0, 2\]"),
-        (lambda p: {"group": 48}, "from_awq: 64 columns in groups of 48: expected whole groups"),
-        (lambda p: {"group": -1}, "64 columns in groups of -1: expected whole groups"),
+        (lambda p: {"group": 48}, "from_awq: 64 columns in groups of 48: expected a whole number"),
+        (lambda p: {"group": -1}, "64 columns in groups of -1: expected a whole number"),
+        (lambda p: {"group": 32.0}, "64 columns in groups of 32.0: expected a whole number"),
+        (lambda p: {"group": None}, "64 columns in groups of None: expected a whole number"),
         (lambda p: {"group": 16}, r"from_awq: qzeros must be \[4, 2\], got \[2, 2\]"),
         (lambda p: {"qzeros": p["qzeros"][:, :1]}, r"from_awq: qzeros must be \[2, 2\], got \[2, 1\]"),
         (lambda p: {"scales": p["scales"].T}, r"scales must be float16 \[2, 16\], got torch.float16 \[16, 2\]"),

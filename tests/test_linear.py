@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,20 @@ def test_a_row_has_its_bits_in_any_company(form: str, threads: int) -> None:
     assert_same_bits(layer(x[5]), whole[5])
 
 
+@pytest.mark.parametrize("scheme", ("f32", "plain", "i8", "i4"))
+def test_autocast_changes_no_bit(scheme: str) -> None:
+    """It would round the operands of some calls and not of others."""
+    layer, x = made("q4", 64, 256), torch.randn(33, 256)
+    if scheme == "plain":
+        layer._ready = replace(layer.pack(), layout="cpu-f32-plain")
+    else:
+        layer.pack(scheme)
+    expected = layer(x), layer(x[:1])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for y, exact in zip((layer(x), layer(x[:1])), expected, strict=True):
+            assert_same_bits(y, exact)
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_a_cpu_computes_half_precision_in_float32(dtype: torch.dtype) -> None:
     layer, x = made("q4"), torch.randn(3, K).to(dtype)
@@ -104,6 +119,8 @@ def test_a_cpu_computes_half_precision_in_float32(dtype: torch.dtype) -> None:
 def test_inputs_of_any_strides() -> None:
     layer, x = made("q4"), torch.randn(K, 6)
     assert_same_bits(layer(x.T), layer(x.T.contiguous()))
+    bias = torch.randn(N, 2)[:, 0]
+    assert_same_bits(QLinear(layer.weight_as_stored(), bias)(x.T), QLinear(layer.weight_as_stored(), bias + 0)(x.T))
     wide = torch.randn(4, 2 * K)
     assert_same_bits(layer(wide[:, ::2]), layer(wide[:, ::2].contiguous()))
 

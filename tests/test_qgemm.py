@@ -36,7 +36,7 @@ from csrc_triton.dequant import segment_sum  # noqa: E402
 from csrc_triton.launch import kernels_on_cpu  # noqa: E402
 from csrc_triton.qgemm import prefill_gemm, prefill_workspace_nbytes  # noqa: E402
 from csrc_triton.qmatmul import MAX_ROWS, dequant_matmul, matmul, matmul_workspace_nbytes  # noqa: E402
-from csrc_triton.quant import QTensor, dense  # noqa: E402
+from csrc_triton.quant import QTensor, dense, quantize  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -214,8 +214,8 @@ def test_the_table_changes_no_bit() -> None:
     table = {"arch": 90, "tiles": {}}
     for name, (rows, cols, warps) in {
         "decode": (64, 128, 8),
-        "prefill": (32, 64, 2),
-        "prefill-fold": (16, 64, 1),
+        "prefill": (32, 64, 8),
+        "prefill-fold": (16, 64, 4),
     }.items():
         table["tiles"][name] = {"1": {"rows": rows, "cols": cols, "warps": warps, "stages": 1}}
     w = {segments: kernel_weight("q4_1", 130, 256, torch.float16, segments=segments) for segments in (1, 2)}
@@ -260,6 +260,9 @@ def test_a_weight_written_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     need = prefill_workspace_nbytes(20, w, dtype)
     assert need == 2 * 192 * 384 and prefill_workspace_nbytes(19, w, dtype) == 0
     assert matmul_workspace_nbytes(20, w, dtype) == 4 * 3 * 20 * 130  # few rows: their partial sums
+    assert matmul_workspace_nbytes(5, torch.zeros(64, 256)) == 4 * 2 * 5 * 64
+    int8 = t64.pack_t64(quantize(torch.ones(64, 256), "q8", None), "t64-int8")
+    assert matmul_workspace_nbytes(4096, int8) == 0
     workspace = torch.full((need + 16,), 255, dtype=torch.uint8)
     with exact_sums():
         alone = dequant_matmul(x[7:8], w)

@@ -201,6 +201,11 @@ def bad_calls() -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
         ("x that requires grad", "requires grad", lambda: {"x": torch.randn(3, 256, requires_grad=True)}),
         ("bias that requires grad", "requires grad", lambda: {"bias": torch.zeros(64, requires_grad=True)}),
         ("residual that requires grad", "requires grad", lambda: {"residual": torch.zeros(3, 64, requires_grad=True)}),
+        ("bias elsewhere", r"bias must be .* \[64\] on meta", lambda: {"bias": torch.zeros(64, device="meta")}),
+        ("a weight elsewhere", "x is on cpu and the weight on meta",
+         lambda: {"w": torch.empty(64, 256, device="meta")}),
+        ("out_dtype of integers", "out_dtype must be bfloat16, float16 or float32, got torch.int8",
+         lambda: {"out_dtype": torch.int8}),
         ("a weight not packed", r"weight \(64, 256\) is in layout 'rows'; pack it", lambda: {"w": stored("f32")}),
     ]  # fmt: skip
 
@@ -211,6 +216,16 @@ def test_refuses(what: str, match: str, make: Callable[[], dict[str, Any]], run:
     arguments = {"x": torch.randn(3, 256), "w": packed("f32"), **make()}
     with pytest.raises(ValueError, match=match):
         run(arguments.pop("x"), arguments.pop("w"), **arguments)
+
+
+def test_swiglu_matmul_refuses_on_a_cpu_what_it_refuses_on_a_gpu() -> None:
+    x, w = torch.randn(3, 256), packed("f32")
+    with pytest.raises(ValueError, match="activation must be 'silu' or 'gelu_tanh', got 'relu'"):
+        swiglu_matmul(x, w, activation="relu")
+    with pytest.raises(ValueError, match=r"weight \[64, 256\] in blocks of 0: expected \[2F, K\] and at least 1"):
+        swiglu_matmul(x, w, block=0)
+    with pytest.raises(ValueError, match=r"weight \[3, 256\] in blocks of 64: expected \[2F, K\]"):
+        swiglu_matmul(x, dense(torch.randn(3, 256)))
 
 
 def test_grad_is_refused_only_where_it_would_be_recorded() -> None:
@@ -281,6 +296,35 @@ def test_swiglu_matmul_is_matmul_then_swiglu(
         for t in (torch.float64, dtype)
     )
     assert_no_worse(y, exact, plain.to(dtype), 2 * torch.finfo(dtype).eps * exact.abs().max().item())
+
+
+def test_gate_and_up_have_a_warp_group_whatever_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two warps wgmma would give way to another MMA, whose sums have another order."""
+    seen, constants = [], qmatmul.kernel_constants
+
+    def noted(x: Tensor, w: QTensor, form: Any, tile: Any) -> dict[str, Any]:
+        seen.append(tile)
+        return constants(x, w, form, tile)
+
+    monkeypatch.setattr(qmatmul, "kernel_constants", noted)
+    both, _ = gate_and_up("q4/128", 64, 128, 1)
+    for cols, warps in ((64, 8), (128, 4), (256, 4)):
+        with interpreted(), one_tile(16, cols):
+            swiglu_matmul(torch.zeros(1, 128).bfloat16(), both)
+        assert (seen[-1].cols, seen[-1].warps) == (128, warps)
+
+
+def test_swiglu_matmul_keeps_the_sign_of_zero() -> None:
+    """A product too small for float32 is -0.0, and one segment is never added to 0.0."""
+    gate, up = torch.zeros(64, 128), torch.zeros(64, 128)
+    gate[:, 0], up[:, 1] = 1e-30, 1.0
+    both = replace(pack_gate_up(quantize(gate, "q4"), quantize(up, "q4")), segments=1)
+    x = torch.zeros(MAX_ROWS + 1, 128)
+    x[:, 0], x[:, 1] = -1e-30, 1.0
+    with interpreted():
+        y = swiglu_matmul(x, both)
+        assert y[0, 0] == 0 and y[0, 0].signbit()
+        assert_same_bits(swiglu_matmul(x[:1], both), y[:1])
 
 
 def test_swiglu_matmul_of_no_rows_and_its_refusals() -> None:
@@ -487,3 +531,18 @@ def test_matmul_rmsnorm_is_matmul_then_rmsnorm(kind: str, n: int, m: int, segmen
         assert_same_bits(normed, rmsnorm(new_rows((m, n), torch.bfloat16, "cpu").copy_(plain), weight, 1e-5))
         one = matmul_rmsnorm(x[1:2], w, weight, 1e-5, bias=bias, residual=residual[1:2])
         assert_same_bits(one[1], normed[1:2])
+
+
+@pytest.mark.parametrize(
+    ("weight", "got"),
+    [
+        (torch.ones(63), r"torch.float32 \[63\] on cpu"),
+        (torch.ones(64, 2)[:, 0], r"torch.float32 \[64\] on cpu"),
+        (torch.ones(64, dtype=torch.int32), r"torch.int32 \[64\] on cpu"),
+        (torch.ones(64, device="meta"), r"torch.float32 \[64\] on meta"),
+    ],
+)
+def test_matmul_rmsnorm_refuses_a_norm_that_a_kernel_would_misread(weight: Tensor, got: str) -> None:
+    w, x = kernel_weight("q4/128", 64, 256, torch.bfloat16, segments=2), torch.zeros(2, 256).bfloat16()
+    with interpreted(), pytest.raises(ValueError, match=rf"must be contiguous floats \[64\] on cpu, got {got}"):
+        matmul_rmsnorm(x, w, weight, 1e-5)

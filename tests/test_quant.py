@@ -578,6 +578,27 @@ def test_loaded_weights_do_not_follow_the_file(tmp_path: Path) -> None:
     assert torch.equal(dequantize(load_qtensors(path)["w"]), dequantize(second))
 
 
+@pytest.mark.parametrize("scheme", ["f32", "i8", "i4"])
+def test_packed_parts_of_another_size_are_refused(scheme: str, tmp_path: Path) -> None:
+    """torch reads past the end of some of them."""
+    path, q = tmp_path / "weights", pack(quantize(torch.randn(64, 128, generator=seeded()), "q4", 32), scheme)
+    for name, part in q.parts.items():
+        for bad in (part[:0], part[: part.shape[0] // 2], part.flatten()[:-1], part.double()):
+            save_qtensors(path, {"w": q})
+            with safe_open(path, "pt") as file:
+                metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            save_file(tensors | {f"w.{name}": bad.contiguous()}, path, metadata)
+            with pytest.raises(ValueError, match=rf"'{name}' is torch\.\w+ \[.*\], expected"):
+                load_qtensors(path)
+
+
+def test_packed_shapes_that_torch_reads_past_are_refused(tmp_path: Path) -> None:
+    parts = {"codes": torch.zeros(4, 96, dtype=torch.int8), "scale": torch.zeros(4, dtype=torch.bfloat16)}
+    q = QTensor("q8", (4, 96), 96, 1, "cpu-i8", parts)
+    with pytest.raises(ValueError, match="layout 'cpu-i8' needs multiples of 1 rows and 64 columns"):
+        save_qtensors(tmp_path / "weights", {"w": q})
+
+
 def test_a_failed_save_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     with pytest.raises(OSError):

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from checks import FORM_KINDS, KINDS, assert_same_bits, fitting_k, kind_of_weight
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from csrc_triton import quant
+from csrc_triton import quant, t64
 from csrc_triton.launch import kernels_on_cpu
 from csrc_triton.quant import DENSE, GGUF, QTensor, dense, dequantize, load_qtensors, num_segments, save_qtensors
 from csrc_triton.t64 import COLS, ROWS, dequantize_t64, form_of, pack, pack_gate_up, pack_t64, unpack
@@ -59,6 +61,17 @@ def test_packing_loses_nothing(kind: str) -> None:
             assert_same_bits(by_column(got_bias, width, k), by_column(bias, q.group, k))
         if "perm" in q.parts:
             assert torch.equal(packed.parts["perm"], q.parts["perm"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packing_a_few_rows_at_a_time_is_packing_them_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = kind_of_weight(kind, 200, fitting_k(kind, 300))
+    whole = pack_t64(q)
+    monkeypatch.setattr(t64, "CHUNK", 1)
+    in_steps = pack_t64(q)
+    assert whole.parts.keys() == in_steps.parts.keys()
+    for name, part in whole.parts.items():
+        assert_same_bits(in_steps.parts[name], part, name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -286,6 +299,8 @@ def test_pack_follows_the_device() -> None:
     [
         (lambda: pack_t64(kind_of_weight("q4/48", 4, 96)), r"q4 \(4, 96\) with groups of 48: expected a multiple"),
         (lambda: pack_t64(kind_of_weight("q8/16", 4, 96)), "q8 .* with groups of 16"),
+        (lambda: pack(pack(kind_of_weight("q4/32", 64, 64))), r"\[64, 64\] is in layout 'cpu-i4', expected 'rows'"),
+        (lambda: pack(QTensor("q4", (64, 64), 64, 1, "cpu-f16", {"panels": object()})), "layout 'cpu-f16', expected"),
         (lambda: pack_t64(pack_t64(kind_of_weight("q4/32", 4, 96))), r"\(4, 96\) is in layout 't64', expected 'rows'"),
         (lambda: pack_t64(kind_of_weight("q4/32", 4, 96), "t32"), "unknown layout 't32'"),
         (lambda: pack_t64(kind_of_weight("q4/32", 4, 96), "t64-int8"), "takes symmetric q8 .* got q4 groups of 32"),
@@ -328,3 +343,34 @@ def test_there_is_a_kind_for_every_form() -> None:
 def test_a_format_of_files_has_one_form(kind: str) -> None:
     forms = {form_of(pack_t64(kind_of_weight(kind, 2, fitting_k(kind, k)))) for k in (1, 64, 200, 520)}
     assert len(forms) == 1
+
+
+def tiled(kind: str) -> list[QTensor]:
+    """A weight in each layout of tiles that takes its kind, of no whole number of them."""
+    q = kind_of_weight(kind, 70, k := fitting_k(kind, 300))
+    found = [pack_t64(q), pack_t64(q)[64:70], pack_gate_up(q, kind_of_weight(kind, 70, k))]
+    return [*found, pack_t64(q, "t64-int8")] if kind == "q8/row" else found
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in DENSE])
+def test_a_file_whose_parts_are_not_those_of_its_layout_is_refused(kind: str, tmp_path: Path) -> None:
+    """A kernel takes the sizes of parts from the shape of the weight and reads what is there."""
+    for q in tiled(kind):
+        save_qtensors(tmp_path / "good", {"w": q})
+        got = load_qtensors(tmp_path / "good")["w"]
+        assert got.layout == q.layout and all(torch.equal(got.parts[name], part) for name, part in q.parts.items())
+        with safe_open(tmp_path / "good", "pt") as file:
+            metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        for name in set(q.parts) - {"perm"}:
+            part = tensors[f"w.{name}"]
+            for bad in (part[:0], part[..., :1], part.flatten(), part.to(torch.float64), part[:, :0]):
+                save_file(tensors | {f"w.{name}": bad.contiguous()}, tmp_path / "bad", metadata)
+                with pytest.raises(ValueError, match="weight 'w', q"):
+                    load_qtensors(tmp_path / "bad")
+
+
+def test_parts_in_another_order_in_memory_are_refused(tmp_path: Path) -> None:
+    q = pack_t64(kind_of_weight("q4/128", 128, 256))
+    codes = q.parts["codes"].transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.raises(ValueError, match="'codes' is not contiguous"):
+        save_qtensors(tmp_path / "weights", {"w": replace(q, parts={**q.parts, "codes": codes})})
