@@ -447,7 +447,7 @@ def matmul_case(fmt: str, arch: int, rows: int, dtype: torch.dtype = torch.bfloa
         mma="none" if dtype == torch.float32 else "float",
         plain_loads=PLAIN_LOADS.get(scales, 0),
         narrow_copies=narrow + (8 if arch < 90 and rows == 16 else 0),
-        lds=3 if scales == "block" else 32,
+        lds=8 if scales == "block" else 32,
         ldsm=4 if arch >= 90 else 68,
         same_sums_as=f"decode 16 {fmt}" if rows != 16 and dtype == torch.bfloat16 else None,
     )

@@ -373,23 +373,30 @@ def narrow_products(ttir: str) -> list[str]:
     return sorted(found)
 
 
-def _at_run_time(module: Module, value: str) -> bool:
-    """Whether a value depends on more than constants and ranges, and is not bounded by one."""
+def _at_run_time(module: Module, value: str, inside: frozenset[str] = frozenset()) -> bool:
+    """Whether a value depends on more than constants and ranges, and is not bounded by one.
+
+    inside: what depends on it.
+    """
     operation = module.definition.get(value.split("#")[0])
-    if operation is None:
+    if operation is None or value in inside:
         return True  # an argument, a loop's counter or what it carries
     if operation.name in ("arith.constant", "tt.make_range"):
         return False
     every = operation.name in ("arith.minsi", "arith.minui", "arith.remsi", "arith.remui", "arith.andi")
-    known = [_at_run_time(module, o) for o in operation.operands]
+    known = [_at_run_time(module, o, inside | {value}) for o in operation.operands]
     return not known or (all(known) if every else any(known))
 
 
-def _varies(module: Module, value: str) -> bool:
-    """Whether a value differs among programs or iterations."""
+def _varies(module: Module, value: str, inside: frozenset[str] = frozenset()) -> bool:
+    """Whether a value differs among programs or iterations; inside: what depends on it."""
     operation = module.definition.get(value.split("#")[0])
+    if value in inside:
+        return False
     if operation is None:
         return any(value == loop.induction or value in loop.carried for loop in module.loops)
     if operation.name in ("tt.get_program_id", "tt.load"):
         return True
-    return value.split("#")[0] in module.loop_of or any(_varies(module, o) for o in operation.operands)
+    return value.split("#")[0] in module.loop_of or any(
+        _varies(module, o, inside | {value}) for o in operation.operands
+    )
