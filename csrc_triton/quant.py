@@ -155,7 +155,7 @@ def dense(w: Tensor) -> QTensor:
     """A float weight as a QTensor, without a copy."""
     n, k = _check_weight(w, tuple(DENSE.values()))
     fmt = next(name for name, dtype in DENSE.items() if dtype == w.dtype)
-    return QTensor(fmt, (n, k), 0, num_segments(n, k), "rows", {"weight": w})
+    return QTensor(fmt, (n, k), 0, num_segments(n, k), "rows", {"weight": w.detach()})
 
 
 def quantize(w: Tensor, fmt: str, group: int | None = 128, symmetric: bool = True, *, clip_search: int = 0) -> QTensor:
@@ -683,6 +683,6 @@ def _check_shape(shape: Sequence[int]) -> tuple[int, int]:
 def _check_weight(w: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[int, int]:
     if w.dtype not in dtypes:
         raise ValueError(f"weight {tuple(w.shape)} {w.dtype}: expected one of {list(dtypes)}")
-    if w.requires_grad:
+    if w.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"weight {tuple(w.shape)} requires grad: inference only")
     return _check_shape(w.shape)
