@@ -22,16 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from csrc_triton import cpu, launch, ops, t64
+from csrc_triton.files import SAVED, SAVED_FIELDS, SAVED_VERSION, part_problem, saved_header
 from csrc_triton.operands import FLOATS
 from csrc_triton.qmatmul import matmul
 from csrc_triton.quant import (
     DENSE,
-    SAVED,
-    SAVED_FIELDS,
-    SAVED_VERSION,
     QTensor,
-    _part_problem,
-    _saved_header,
     dequantize,
     num_segments,
     quantize,
@@ -216,7 +212,7 @@ class QLinear(nn.Module):
         header = state_dict[prefix + HEADER]
         if not isinstance(header, Tensor) or header.dtype != torch.uint8:
             raise ValueError(f"{HEADER} does not describe a quantised weight")
-        entry = _saved_header("state dict", {SAVED: bytes(header.flatten().tolist()).decode()}).get("", {})
+        entry = saved_header("state dict", {SAVED: bytes(header.flatten().tolist()).decode()}).get("", {})
         if missing := [name for name in entry.get("parts", [HEADER]) if prefix + name not in state_dict]:
             raise ValueError(f"part {missing[0]!r} of the weight is missing")
         fields = {field: entry[field] for field in SAVED_FIELDS}
@@ -225,7 +221,7 @@ class QLinear(nn.Module):
         if q.shape != (self.out_features, self.in_features):
             raise ValueError(f"weight is {list(q.shape)}, expected {[self.out_features, self.in_features]}")
         _check_weight(q)
-        if problem := _part_problem(q):
+        if problem := part_problem(q):
             raise ValueError(f"weight {q.fmt} {list(q.shape)} in layout {q.layout!r}: {problem}")
         return q
 

@@ -11,17 +11,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from csrc_triton.cpu import matmul_cpu, pack
+from csrc_triton.files import load_qtensors, save_qtensors
 from csrc_triton.importers import from_awq, from_gptq, load_awq_layer, load_gptq_layer
 from csrc_triton.quant import (
     QTensor,
     cat_rows,
     codes,
     dequantize,
-    load_qtensors,
     num_segments,
     permute_input,
     reference_matmul,
-    save_qtensors,
     take_rows,
 )
 

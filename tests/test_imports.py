@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ORDER = {
     "csrc_triton": """
-        launch quant importers cpu t64 dequant fused pages attention operands w8a8 qgemm qmatmul ops linear
+        launch quant files importers cpu t64 dequant fused pages attention operands w8a8 qgemm qmatmul ops linear
     """,
     "polymodel": """
         errors events ledger config header gguf safetensors checkpoint chat_template tokenizer_spec tokenizer

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from csrc_triton.cpu import matmul_cpu, pack
+from csrc_triton.files import load_qtensors, save_qtensors
 from csrc_triton.quant import (
     GGUF,
     QTensor,
@@ -29,12 +30,10 @@ from csrc_triton.quant import (
     dequantize,
     from_gguf,
     interleave_rows,
-    load_qtensors,
     num_segments,
     permute_input,
     quantize,
     reference_matmul,
-    save_qtensors,
     take_rows,
     with_perm,
 )

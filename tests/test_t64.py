@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from csrc_triton import quant, t64
+from csrc_triton.files import load_qtensors, save_qtensors
 from csrc_triton.launch import kernels_on_cpu
-from csrc_triton.quant import DENSE, GGUF, QTensor, dense, dequantize, load_qtensors, num_segments, save_qtensors
+from csrc_triton.quant import DENSE, GGUF, QTensor, dense, dequantize, num_segments
 from csrc_triton.t64 import COLS, ROWS, dequantize_t64, form_of, pack, pack_gate_up, pack_t64, unpack
 
 SHAPES = ((1, 1), (65, 65), (70, 576), (64, 128), (130, 130), (3, 700))
