@@ -200,6 +200,6 @@ def assert_kernel_no_worse(
         exact, plain = exact + term.double(), plain + term
     # in last places of the largest result: few results of torch's may all happen to be exact but for their own
     # rounding; and torch adds float32 in several short sums, the kernels 128 columns in a row
-    slack = 2.0 if dtype == torch.float32 else 0.5 if m * n < 100 else 0.0
+    slack = 4.0 if dtype == torch.float32 else 0.5 if m * n < 100 else 0.0
     slack *= torch.finfo(dtype).eps * _largest(exact)
     assert_no_worse(y, exact, plain, slack)
