@@ -3,8 +3,8 @@
     pip install '.[bench]' && pytest bench/bench_fused.py [--benchmark-json FILE]
 
 Bytes are those of the inputs and outputs, once. Each kernel is checked against its reference first. A measurement
-is one replay of a CUDA graph of many launches, so that the host does not count; inputs of up to the size of the L2
-cache are read from there.
+is the median of replays of a CUDA graph of many launches (harness.graph_us), so that the host does not count; inputs of
+up to the size of the L2 cache are read from there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import graph_us
 from torch import Tensor
 
 from csrc_triton.cpu import split_gate_up
@@ -36,7 +37,6 @@ from csrc_triton.fused import (
     top_k_ref,
 )
 
-LAUNCHES = 50  # in a graph
 ROWS = (1, 16, 64, 4096)
 WIDTHS = (576, 4096)  # of SmolLM2 135M and of an 8B model
 LOGITS = ((1, 49152), (64, 49152), (1, 131072), (64, 131072))
@@ -134,47 +134,21 @@ def _check(case: Case, inputs: tuple[Tensor, ...]) -> int:
     return sum(t.nbytes for t in (*inputs, *outputs))
 
 
-def _graph(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Callable[[], None]:
-    """Replays LAUNCHES launches and waits for them."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function(*inputs)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(LAUNCHES):
-            function(*inputs)
-
-    def replay() -> None:
-        graph.replay()
-        torch.cuda.synchronize()
-
-    return replay
-
-
-def _seconds(replay: Callable[[], None]) -> float:
-    """Of one launch, the best of some replays."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    best = float("inf")
-    for _ in range(10):
-        start.record()
-        replay()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / 1e3 / LAUNCHES)
-    return best
-
-
 def _measure(benchmark: Any, report: list[str], name: str, case: Case, m: int, width: int) -> None:
     torch.manual_seed(0)
     inputs = case.inputs(m, width)
     nbytes = _check(case, inputs)
-    benchmark.pedantic(_graph(case.kernel, inputs), rounds=20, warmup_rounds=3)
-    seconds = benchmark.stats.stats.min / LAUNCHES
-    ratio = _seconds(_graph(case.torch, inputs)) / seconds
-    benchmark.extra_info.update(bytes=nbytes, us=1e6 * seconds, gb_per_s=nbytes / seconds / 1e9, times_torch=ratio)
-    report.append(f"{name:20}{m:6}{width:8}{nbytes:14,}{1e6 * seconds:10.2f}{nbytes / seconds / 1e9:8.0f}{ratio:9.2f}")
+    us, torch_us = (graph_us([lambda f=f: f(*inputs)]) for f in (case.kernel, case.torch))
+
+    def once() -> None:
+        case.kernel(*inputs)
+        torch.cuda.synchronize()
+
+    rate = nbytes / us / 1e3
+    # the graph's time; the benchmark's own is that of one call from the host
+    benchmark.extra_info.update(bytes=nbytes, us=us, gb_per_s=rate, times_torch=torch_us / us)
+    benchmark.pedantic(once, rounds=20, warmup_rounds=3)
+    report.append(f"{name:20}{m:6}{width:8}{nbytes:14,}{us:10.2f}{rate:8.0f}{torch_us / us:9.2f}")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -249,7 +249,7 @@ class Weights:
     def time(self, m: int, segments: int | None = None) -> float:
         x = made_up_rows(m, self.k, device="cuda")
         weights = self.ours if segments is None else [replace(w, segments=segments) for w in self.ours]
-        return graph_us([lambda w=w: self.run(x, w) for w in weights])  # type: ignore[misc]
+        return graph_us([lambda w=w: self.run(x, w) for w in weights])
 
     def scratch(self, m: int) -> float | None:
         """With the weight written out first; None for few rows."""
@@ -264,9 +264,9 @@ class Weights:
             count = num_copies(2 * self.n * self.k, self.l2_bytes)
             first = torch.randn(self.k, self.n, device="cuda", dtype=torch.bfloat16).T.contiguous()
             dense = [first] + [first.clone() for _ in range(count - 1)]
-            self._peers["cublas"] = [lambda x, w=w: torch.mm(x, w.T) for w in dense]  # type: ignore[misc]
+            self._peers["cublas"] = [lambda x, w=w: torch.mm(x, w.T) for w in dense]
         x = made_up_rows(m, self.k, device="cuda")
-        return graph_us([lambda f=f: f(x) for f in self._peers["cublas"]])  # type: ignore[misc]
+        return graph_us([lambda f=f: f(x) for f in self._peers["cublas"]])
 
     def peer(self, name: str, m: int) -> float | None:
         """None where the peer fails, once and for all."""
@@ -277,7 +277,7 @@ class Weights:
                 w = torch.randn(self.n, self.k, device="cuda", dtype=torch.bfloat16) / math.sqrt(self.k)
                 self._peers[name] = [PEERS[self.kind][name](w) for _ in self.ours]
             x = made_up_rows(m, self.k, device="cuda")
-            return graph_us([lambda f=f: f(x) for f in self._peers[name]])  # type: ignore[misc]
+            return graph_us([lambda f=f: f(x) for f in self._peers[name]])
         except Exception as error:  # a peer's failure is a result
             self.failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
             self._peers.pop(name, None)

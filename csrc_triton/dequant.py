@@ -500,7 +500,6 @@ def segment_sum(
     x_stride,
     alive,  # [ROWS], which rows there are
     k,  # K
-    w,  # Weight
     at,  # Cursor
     first,  # blocks [first, last)
     last,

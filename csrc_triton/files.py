@@ -62,7 +62,7 @@ def load_qtensors(path: str | os.PathLike[str]) -> dict[str, QTensor]:
     try:
         with safe_open(path, "pt") as file:
             header = saved_header(path, file.metadata())
-            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118  the file is no mapping
     except SafetensorError as error:
         raise ValueError(f"{path}: no sound safetensors file: {error}") from error
     weights = {}

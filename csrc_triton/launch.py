@@ -33,6 +33,8 @@ tl: Any = triton and triton.language
 OPTIONS: Mapping[str, Any] = {"enable_fp_fusion": False}
 TILES = Path(__file__).parent / "tiles"
 MIN_ARCH = 80  # bf16 MMA and cp.async
+# smaller tiles miss rows of the weight, or the MMA whose order of sums the others have
+MIN_TILE = {"rows": 16, "cols": 64, "warps": 4}
 
 _on_cpu: int | None = None  # the architecture whose kernels CPU tensors get, None outside `kernels_on_cpu`
 _plain = False  # kernels keep to plain Triton, without inline assembly
@@ -41,7 +43,7 @@ _tables: dict[int, Mapping[str, Any]] = {}
 
 if triton is not None:
 
-    class Kernel(triton.JITFunction):  # type: ignore[misc]
+    class Kernel(triton.JITFunction):  # type: ignore[misc]  # Triton ships no types
         """Launched on the device of its first tensor, as torch's operators are; Triton itself takes the current one."""
 
         def run(self, *args: Any, **options: Any) -> Any:
@@ -222,8 +224,7 @@ def check_tiles(table: Any, name: str) -> int:
                 raise ValueError(f"{name}: {key}/{bucket}: expected rows, cols, warps and stages, got {entry!r}")
             if any(math.log2(entry[field]) % 1 for field in ("rows", "cols", "warps")):
                 raise ValueError(f"{name}: {key}/{bucket}: rows, cols and warps must be powers of two, got {entry!r}")
-            # smaller ones miss rows of the weight, or the MMA whose order of sums the others have
-            if entry["rows"] < 16 or entry["cols"] < 64 or entry["warps"] < 4:
-                least = "at least 16 rows, 64 cols and 4 warps"
+            if any(entry[field] < least for field, least in MIN_TILE.items()):
+                least = "at least {rows} rows, {cols} cols and {warps} warps".format(**MIN_TILE)
                 raise ValueError(f"{name}: {key}/{bucket}: expected {least}, got {entry!r}")
     return int(table["arch"])

@@ -66,9 +66,9 @@ def _prefill_gemm_kernel(
         total = tl.zeros((COLS, ROWS), tl.float32)
         for s in range(0, num_segments):
             first, last = segment_range(s, w.num_blocks, num_segments)
-            total += segment_sum(x_ptr, x_stride, alive, K, w, at, first, last, FORM, ROWS, COLS, EVEN_K, JOIN, ARCH)
+            total += segment_sum(x_ptr, x_stride, alive, K, at, first, last, FORM, ROWS, COLS, EVEN_K, JOIN, ARCH)
     else:
-        total = segment_sum(x_ptr, x_stride, alive, K, w, at, 0, w.num_blocks, FORM, ROWS, COLS, EVEN_K, JOIN, ARCH)
+        total = segment_sum(x_ptr, x_stride, alive, K, at, 0, w.num_blocks, FORM, ROWS, COLS, EVEN_K, JOIN, ARCH)
     store_tile(total, y_ptr, bias_ptr, residual_ptr, residual_stride, tile, first_row, alive, N, COLS, ROWS)
 
 

@@ -78,7 +78,7 @@ def _dequant_matmul_kernel(
     at = cursor_at(w, tile, FORM, COLS)
     first, last = segment_range(segment, w.num_blocks, num_segments)
     x_ptr += first_row * x_stride
-    total = segment_sum(x_ptr, x_stride, alive, K, w, at, first, last, FORM, ROWS, COLS, EVEN_K, JOIN, ARCH)
+    total = segment_sum(x_ptr, x_stride, alive, K, at, first, last, FORM, ROWS, COLS, EVEN_K, JOIN, ARCH)
     if OUT == "rows":
         store_tile(total, y_ptr, bias_ptr, residual_ptr, residual_stride, tile, first_row, alive, N, COLS, ROWS)
     elif OUT == "partial":
@@ -336,17 +336,16 @@ def swiglu_matmul(
         return cpu.swiglu_cpu(matmul_on_cpu("swiglu_matmul", x, w, None, None, None), activation, block)
     x, w = check_matmul("swiglu_matmul", x, w, None, None, None, layout="t64-glu")
     m, f = x.shape[0], w.shape[0] // 2
-    y = torch.empty(m, f, dtype=x.dtype, device=x.device)
-    if m == 0:
-        return y
-    columns = t64.num_tiles(w) * ROWS
     if m > MAX_ROWS or (w.segments == 1 and x.dtype == torch.float32):
         gate_up = (prefill if m > MAX_ROWS else decode)(x, whole_tiles(w), None, None, x.dtype, workspace)
         return swiglu(gate_up, activation)[:, :f]
+    y = torch.empty(m, f, dtype=x.dtype, device=x.device)
+    if m == 0:
+        return y
     if w.segments == 1:
         _launch(x, w, y, None, None, "gated", activation)
         return y
-    partial = _partial(x, w, columns, workspace)
+    partial = _partial(x, w, t64.num_tiles(w) * ROWS, workspace)
     _launch(x, whole_tiles(w), partial, None, None, "partial")
     _fold(partial, y, None, None, "gated", x.dtype, activation)
     return y

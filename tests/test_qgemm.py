@@ -304,7 +304,6 @@ def _backwards(
     x_stride,
     alive,
     k,
-    w,
     at,
     first,
     last,
@@ -319,7 +318,7 @@ def _backwards(
     acc = tl.zeros((COLS, ROWS), tl.float32)
     for i in range(first, last):
         kb = last - 1 - (i - first)
-        acc += segment_sum(x_ptr, x_stride, alive, k, w, at, kb, kb + 1, FORM, ROWS, COLS, EVEN_K, JOIN, ARCH)
+        acc += segment_sum(x_ptr, x_stride, alive, k, at, kb, kb + 1, FORM, ROWS, COLS, EVEN_K, JOIN, ARCH)
     return acc
 
 
@@ -329,7 +328,6 @@ def _forwards(
     x_stride,
     alive,
     k,
-    w,
     at,
     first,
     last,
@@ -343,7 +341,7 @@ def _forwards(
     """The same, in order: what `segment_sum` does."""
     acc = tl.zeros((COLS, ROWS), tl.float32)
     for kb in range(first, last):
-        acc += segment_sum(x_ptr, x_stride, alive, k, w, at, kb, kb + 1, FORM, ROWS, COLS, EVEN_K, JOIN, ARCH)
+        acc += segment_sum(x_ptr, x_stride, alive, k, at, kb, kb + 1, FORM, ROWS, COLS, EVEN_K, JOIN, ARCH)
     return acc
 
 

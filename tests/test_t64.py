@@ -361,7 +361,7 @@ def test_a_file_whose_parts_are_not_those_of_its_layout_is_refused(kind: str, tm
         got = load_qtensors(tmp_path / "good")["w"]
         assert got.layout == q.layout and all(torch.equal(got.parts[name], part) for name, part in q.parts.items())
         with safe_open(tmp_path / "good", "pt") as file:
-            metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  the file is no mapping
         for name in set(q.parts) - {"perm"}:
             part = tensors[f"w.{name}"]
             for bad in (part[:0], part[..., :1], part.flatten(), part.to(torch.float64), part[:, :0]):

@@ -252,7 +252,7 @@ TUNABLES = (
 
 def keeps_bits(tile: Tile) -> bool:
     """Whether wgmma takes the tile: 64 rows of the weight, a warpgroup, 16 rows of activations. mma.sync would too."""
-    return tile.rows >= 16 and tile.cols >= 64 and tile.warps >= 4
+    return all(getattr(tile, field) >= least for field, least in launch.MIN_TILE.items())
 
 
 def form_name(w: QTensor) -> str:
@@ -312,13 +312,13 @@ def examined(tunable: Tunable, kind: str, rows: int, tile: Tile, arch: int) -> r
         return f"{type(error).__name__}: {error}".splitlines()[0]
     found = compile_check.Compiled(main)
     mma = {"bf16": "float", "int8": "int8"}.get(tunable.product, "none")
-    case = compile_check.Case(tunable.key, arch, tunable.kernel, lambda: None, mma=mma)  # type: ignore[arg-type]
+    case = compile_check.Case(tunable.key, arch, tunable.kernel, lambda: None, mma=mma)
     checks = (compile_check.check_resources, compile_check.check_layout, compile_check.check_barrier)
     problems = [problem for check in checks for problem in check(found, case)]
     if tile != tunable.default and found.fingerprint.digest != (expected := _sums_of(tunable, kind, arch)):
         problems.append(f"sums in another order: {found.fingerprint.digest} instead of {expected}")
     kinds = {i.name for i in found.program.instructions if i.is_mma}
-    wanted = compile_check.MMA_OF.get((mma, arch == 90))  # type: ignore[call-overload]
+    wanted = compile_check.MMA_OF.get((mma, arch == 90))
     if mma != "none" and arch in (80, 86, 89, 90, 120) and kinds != {wanted}:
         problems.append(f"products by {', '.join(sorted(kinds))} instead of {wanted}")
     return "; ".join(problems) or roofline.kernel_of(found, tile.stages)
@@ -365,7 +365,7 @@ def timed(tunable: Tunable, point: Point, tile: Tile, arch: int) -> float:
         for _ in range(num_copies(first.nbytes, l2) - 1)
     ]
     with launch.tiles_from(table_of(arch, tunable.key, tile)):
-        return graph_us([lambda w=w: tunable.run(x, w) for w in weights], seconds=0.03)  # type: ignore[misc]
+        return graph_us([lambda w=w: tunable.run(x, w) for w in weights], seconds=0.03)
 
 
 def check_winner(tunable: Tunable, kind: str, bucket: int, tile: Tile, arch: int, *, gpu: bool) -> str | None:

@@ -486,7 +486,7 @@ def fused_bench(run: Run) -> None:
 def tiles(run: Run) -> None:
     """tools/autotune.py with the time that is left; go on with --only tiles."""
     if run.dry:
-        few = autotune.TUNABLES[0].tiles(16)[:2]  # type: ignore[index]
+        few = autotune.TUNABLES[0].tiles(16)[:2]
         cut = replace(autotune.TUNABLES[0], buckets=(16,), tiles=lambda bucket: few, ranked=("q4",), kinds=("q4",))
         written = autotune.make_table(DRY_ARCH, None, run.out / f"sm_{DRY_ARCH}.json", (cut,))
         run.row("a tile table is written", "yes" if written else "no", "yes", written)

@@ -276,7 +276,7 @@ def dot_shape(operation: Operation) -> DotShape:
         m=a[0],
         n=b[1],
         k=a[1],
-        element=re.search(r"x(bf16|f16|f32|f64|i8|f8\w+)\b", operands)[1],  # type: ignore[index]
+        element=re.search(r"x(bf16|f16|f32|f64|i8|f8\w+)\b", operands)[1],
         first_in_registers="memdesc" not in operands.rsplit(" : ", 1)[1].split(" * ")[0],
         layout=layout[1] if layout else "",
     )
