@@ -1,6 +1,6 @@
-"""The CPU path: packed weights, matmul, attention and row-wise operations, fast and exact.
+"""The CPU path: packed weights, matmul, row-wise operations and rotations, fast and exact.
 
-    y[m, :] = x[m, :] . W^T          out = softmax(scale q k^T + mask) v
+    y[m, :] = x[m, :] . W^T
 
 Plain torch changes a row's bits with the number of rows in the call. Everything here holds them still: the
 row-tiled and packed forms below were measured to, `probe` checks each weight's shape on the machine at
@@ -13,8 +13,7 @@ hand, and a form that fails it runs row by row, which always holds.
     i4       nibbles, scale and zero per 32        bfloat16      _weight_int4pack_mm_for_cpu
     w8a8     int8 [N, K], a scale a row            int8 a token  exact integer sums, whatever the order
 
-Memory: pages as in csrc_triton.pages; keys are stored rotated by slot and rotated here, once, by the
-position of their page. Promise: row r of a result depends on row r alone (and its own page list).
+Promise: row r of a result depends on row r alone.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,14 +33,11 @@ from torch import Tensor
 from csrc_triton.quant import QTensor, codes, dequantize, permute_input, quantize
 
 if TYPE_CHECKING:
-    from csrc_triton.attention import PageTable
     from csrc_triton.fused import RopeTable
 
 SCHEMES = ("f32", "f16", "i8", "i4", "w8a8")
 ALIGNED = 64  # bytes, as torch allocates
 ROW_TILE = 16  # rows of one product or attention tile; 4 and 8 do not agree with 16
-KEY_CHUNK = 512  # keys after which torch's attention folds its running softmax
-PAGE = 64
 VECTOR = 16  # complex64 numbers in one step of torch's widest loop
 GRAIN = 32768  # elements from which torch shares an operation among its threads
 MIN_DISTANCE = -63  # a query may stand up to 63 positions before its own page's first slot
@@ -49,7 +45,6 @@ PANEL = (16, 512)  # FBGEMM pads N and K of half-precision panels to multiples o
 INT8_MAX = 127
 EXACT_K = 1040  # 127 * 127 * K stays below 2^24, so float32 sums of int8 products are exact integers
 PROBE_ROWS = (1, 2, 15, 16, 17, 33, 64)
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def refuse_grad(name: str, *tensors: Tensor | None) -> None:
@@ -270,35 +265,6 @@ def half_rows(m: int) -> int:
     counts = half_row_counts(torch.get_num_threads())
     base = counts[-1]
     return next((c for c in counts if c >= m), -(-m // base) * base)
-
-
-@functools.cache
-def key_tails(head_dim: int, threads: int) -> tuple[int, ...]:
-    """Padded lengths a last, partial chunk of keys may have so that its sums keep their order; 512 is last."""
-    gen = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 3, n, head_dim, generator=gen) for n in (48, KEY_CHUNK, KEY_CHUNK))
-
-    def attend(rows: int, keys: int, padded: int) -> Tensor:
-        bias = torch.zeros(1, 1, rows, padded)
-        bias[..., keys:] = -math.inf
-        live = (torch.arange(padded) < keys)[:, None]
-        kk, vv = (t[:, :, :padded] * live for t in (k, v))
-        return _flash(q[:, :, :rows], kk, vv, 0.0, False, attn_mask=bias)[0]
-
-    good = []
-    for tail in range(PAGE, KEY_CHUNK, PAGE):
-        cases = [(rows, keys) for rows in (16, 48) for keys in (tail - 63, tail - 20, tail)]
-        if all(torch.equal(attend(r, n, tail), attend(r, n, KEY_CHUNK)) for r, n in cases):
-            good.append(tail)
-    return (*good, KEY_CHUNK)
-
-
-def padded_keys(keys: int, head_dim: int) -> int:
-    """Key count to pad to: whole chunks, then the shortest tail that holds."""
-    full, rest = divmod(max(keys, 1), KEY_CHUNK)
-    if rest == 0:
-        return full * KEY_CHUNK
-    return full * KEY_CHUNK + next(t for t in key_tails(head_dim, torch.get_num_threads()) if t >= rest)
 
 
 def probe(q: QTensor, rows: Iterable[int] = PROBE_ROWS) -> bool:
@@ -534,242 +500,3 @@ def turn_(z: Tensor, turn: Tensor) -> Tensor:
 def _turned(z: Tensor, turn: Tensor) -> Tensor:
     real, imag = z.real * turn.real - z.imag * turn.imag, z.imag * turn.real + z.real * turn.imag
     return torch.complex(real, imag)
-
-
-# ---- pages and attention -----------------------------------------------------------------------------
-
-
-class Workspace(dict[Any, Any]):
-    """Scratch of one forward over one page table: what all layers share is computed once. Owned by the caller."""
-
-
-def _turn(space: Workspace, name: str, rope: RopeTable, distance: Tensor, head_dim: int) -> Tensor:
-    """[T, 1, D / 2], YaRN's factor included."""
-    key = (name, id(rope))
-    if key not in space:
-        space[key] = rotation(rope, distance.long(), head_dim, rope.factor)[:, None]
-    turn: Tensor = space[key]
-    return turn
-
-
-def append_kv_cpu(
-    k: Tensor,  # [T, Hkv, D] normed, unrotated
-    v: Tensor,  # [T, Hkv, D]
-    view: Tensor,  # [pages, 2, Hkv, 64, D], one layer of the arena
-    page_id: Tensor,  # [T] int32
-    store_slot: Tensor,  # [T] int32
-    rot_slot: Tensor,  # [T] int32
-    rope: RopeTable,
-    workspace: Workspace | None = None,
-) -> None:
-    """Rotate keys by their slot, saturate, store."""
-    space = Workspace() if workspace is None else workspace
-    turn = _turn(space, "slot", rope, rot_slot, k.shape[-1])
-    largest = torch.finfo(view.dtype).max
-    k = from_pairs(turn_(pairs(k, rope.rot_dim), turn)).clamp_(-largest, largest)
-    v = v.clamp(-largest, largest)
-    if "where" not in space:
-        space["where"] = (page_id.long(), store_slot.long(), page_id.tolist(), store_slot.tolist())
-    page_ids, slots, page_list, slot_list = space["where"]
-    if len(page_list) == 1:
-        block, slot = view[page_list[0]], slot_list[0]
-        block[0, :, slot] = k[0]
-        block[1, :, slot] = v[0]
-        return
-    view[page_ids, 0, :, slots] = k.to(view.dtype)
-    view[page_ids, 1, :, slots] = v.to(view.dtype)
-
-
-@dataclass
-class _Group:
-    """Sequences with equally many rows and chunks: one gather, one attention call a block of rows."""
-
-    rows: Tensor | slice  # rows of q, sequence-major
-    num_seqs: int
-    num_rows: int  # rows a sequence
-    pages: Tensor  # [num_seqs * E] int64, zero page where a sequence has fewer
-    ragged: list[tuple[int, int, int]]  # (index into pages, lo, hi) of pages with unused slots
-    turn: Tensor | None  # [num_seqs * E, 1, D / 2] complex: rotation by page position; None where all stand at 0
-    blocks: list[_Block] = field(default_factory=list)
-
-
-@dataclass
-class _Block:
-    start: int  # first row of each sequence
-    stop: int
-    keys: int  # padded key count
-    q: Tensor  # [num_seqs, Hkv, padded rows, D] scratch, padding rows zero
-    bias: Tensor  # [num_seqs, 1, padded rows, keys]: 0 where visible, else -inf
-    dead: Tensor | None  # [num_seqs, rows] True where a row sees nothing
-
-
-BLOCK_ROWS = 128  # tokens of one attention call; later rows see more keys, so shorter calls skip more
-
-
-def plan_groups(
-    table: PageTable, cu_rows: Tensor, row_pos: Tensor, window: int | None, rope: RopeTable, heads: tuple[int, int, int]
-) -> list[_Group]:
-    """Which sequences go together, and what every layer with this window and rope shares."""
-    starts, num_pages = cu_rows.tolist(), table.n.tolist()
-    by_shape: dict[tuple[int, int], list[int]] = {}
-    for s in range(len(num_pages)):
-        rows = starts[s + 1] - starts[s]
-        if rows and num_pages[s]:
-            chunks = -(-num_pages[s] * PAGE // KEY_CHUNK)
-            by_shape.setdefault((rows, chunks), []).append(s)
-    return [
-        _plan_group(seqs, rows, starts, table, row_pos, window, rope, heads) for (rows, _), seqs in by_shape.items()
-    ]
-
-
-def _plan_group(
-    seqs: list[int],
-    num_rows: int,
-    starts: list[int],
-    table: PageTable,
-    row_pos: Tensor,
-    window: int | None,
-    rope: RopeTable,
-    heads: tuple[int, int, int],
-) -> _Group:
-    hq, hkv, dim = heads
-    pick = torch.tensor(seqs)
-    used = int(table.n[pick].max())
-    pos = torch.stack([row_pos[starts[s] : starts[s + 1]] for s in seqs]).long()  # [S, R]
-    ids, base, span = (t[pick, :used].long() for t in (table.ids, table.base, table.span))
-    live = torch.arange(used) < table.n[pick].long()[:, None]
-    lo, hi = (span & 255) * live, (span >> 8) * live
-    first = _first_visible_chunk(base, hi, pos, window)
-    ids, base, lo, hi = (t[:, first:] for t in (ids * live, base * live, lo, hi))
-    keys = padded_keys((used - first) * PAGE, dim)
-    extra = keys // PAGE - (used - first)
-    ids, base, lo, hi = (F.pad(t, (0, extra)) for t in (ids, base, lo, hi))
-    slot = torch.arange(PAGE)
-    key_pos = (base[:, :, None] + slot).flatten(1)
-    valid = ((slot >= lo[:, :, None]) & (slot < hi[:, :, None])).flatten(1)
-    ragged = [
-        (i, a, b)
-        for i, (a, b, page) in enumerate(
-            zip(lo.flatten().tolist(), hi.flatten().tolist(), ids.flatten().tolist(), strict=True)
-        )
-        if page and (a > 0 or b < PAGE)
-    ]
-    turn = None
-    if bool((base != 0).any()):
-        turn = rotation(rope, base.flatten(), dim)[:, None]
-    contiguous = seqs == list(range(seqs[0], seqs[0] + len(seqs)))
-    rows = (
-        slice(starts[seqs[0]], starts[seqs[-1] + 1])
-        if contiguous
-        else torch.cat([torch.arange(starts[s], starts[s + 1]) for s in seqs])
-    )
-    group = _Group(rows, len(seqs), num_rows, ids.flatten(), ragged, turn)
-    for start in range(0, num_rows, BLOCK_ROWS):
-        stop = min(start + BLOCK_ROWS, num_rows)
-        group.blocks.append(_plan_block(start, stop, pos[:, start:stop], key_pos, valid, window, (hq // hkv, hkv, dim)))
-    return group
-
-
-def _first_visible_chunk(base: Tensor, hi: Tensor, pos: Tensor, window: int | None) -> int:
-    """Entries before this one lie in whole chunks that no row sees; skipping them changes nothing."""
-    if window is None:
-        return 0
-    oldest = pos.min(dim=1).values - window + 1
-    seen = (base + hi > oldest[:, None]) & (hi > 0)
-    first = int(torch.where(seen.any(1), seen.int().argmax(1), base.shape[1] - 1).min())
-    return first // (KEY_CHUNK // PAGE) * (KEY_CHUNK // PAGE)
-
-
-def _plan_block(
-    start: int,
-    stop: int,
-    pos: Tensor,
-    key_pos: Tensor,
-    valid: Tensor,
-    window: int | None,
-    geometry: tuple[int, int, int],
-) -> _Block:
-    ratio, hkv, dim = geometry
-    num_seqs, rows = pos.shape
-    seen = valid[:, None] & (key_pos[:, None] <= pos[:, :, None])  # [S, rows, keys]
-    if window is not None:
-        seen &= pos[:, :, None] - key_pos[:, None] < window
-    last = int(seen.any(0).any(0).nonzero().max()) + 1 if bool(seen.any()) else 1
-    keys = min(padded_keys(last, dim), key_pos.shape[1])
-    seen = seen[:, :, :keys]
-    dead = ~seen.any(2)
-    bias = torch.zeros(num_seqs, -(-rows * ratio // ROW_TILE) * ROW_TILE, keys)
-    bias[:, : rows * ratio].masked_fill_(~(seen | dead[:, :, None]).repeat_interleave(ratio, 1), -math.inf)
-    scratch = torch.zeros(num_seqs, hkv, bias.shape[1], dim)
-    return _Block(start, stop, keys, scratch, bias[:, None], dead if bool(dead.any()) else None)
-
-
-def paged_attention_cpu(
-    q: Tensor,  # [T, Hq, D] normed, unrotated
-    view: Tensor,  # [pages, 2, Hkv, 64, D], one layer of the arena
-    table: PageTable,
-    cu_rows: Tensor,
-    row_pos: Tensor,
-    rope: RopeTable,
-    *,
-    scale: float,
-    window: int | None = None,
-    workspace: Workspace | None = None,
-) -> Tensor:
-    """-> [T, Hq, D] float32."""
-    space = Workspace() if workspace is None else workspace
-    num_tokens, hq, dim = q.shape
-    hkv = view.shape[2]
-    key = ("groups", window, id(rope))
-    if key not in space:
-        space[key] = plan_groups(table, cu_rows, row_pos, window, rope, (hq, hkv, dim))
-    q = from_pairs(turn_(pairs(q, rope.rot_dim), _turn(space, "position", rope, row_pos, dim)))
-    groups: list[_Group] = space[key]
-    if len(groups) == 1 and isinstance(groups[0].rows, slice) and groups[0].num_seqs * groups[0].num_rows == num_tokens:
-        return _attend(q, view, groups[0], rope, scale)
-    out = q.new_zeros(num_tokens, hq, dim)
-    for group in groups:
-        out[group.rows] = _attend(q[group.rows], view, group, rope, scale)
-    return out
-
-
-def _attend(q: Tensor, view: Tensor, group: _Group, rope: RopeTable, scale: float) -> Tensor:
-    """q [S * R, Hq, D] of one group -> the same shape."""
-    seqs, rows, dim = group.num_seqs, group.num_rows, q.shape[-1]
-    hkv = view.shape[2]
-    ratio = q.shape[1] // hkv
-    keys, values = _gather(view, group, rope)
-    q = q.view(seqs, rows, hkv, ratio, dim).transpose(1, 2)  # [S, Hkv, R, G, D]
-    out = q.new_empty(seqs, rows, hkv, ratio, dim) if len(group.blocks) > 1 else None
-    for block in group.blocks:
-        count = (block.stop - block.start) * ratio
-        block.q[:, :, :count].unflatten(2, (-1, ratio)).copy_(q[:, :, block.start : block.stop])
-        # by its own name: F.scaled_dot_product_attention may choose another algorithm, with other bits
-        y, _ = _flash(
-            block.q, keys[:, :, : block.keys], values[:, :, : block.keys], 0.0, False, attn_mask=block.bias, scale=scale
-        )
-        y = y[:, :, :count].unflatten(2, (-1, ratio)).transpose(1, 2)
-        if block.dead is not None:
-            y = y.masked_fill(block.dead[:, :, None, None, None], 0.0)
-        if out is None:
-            return y.reshape(seqs * rows, hkv * ratio, dim).contiguous()
-        out[:, block.start : block.stop] = y
-    assert out is not None
-    return out.view(seqs * rows, hkv * ratio, dim)
-
-
-def _gather(view: Tensor, group: _Group, rope: RopeTable) -> tuple[Tensor, Tensor]:
-    """Pages -> keys in the frame of position 0 and values, [S, Hkv, keys, D] float32 each."""
-    hkv, dim = view.shape[2], view.shape[4]
-    pages = view.permute(1, 2, 0, 3, 4).index_select(2, group.pages)  # [2, Hkv, S * E, 64, D]
-    if pages.dtype != torch.float32:
-        pages = pages.float()
-    for i, lo, hi in group.ragged:  # unused slots may hold anything, NaN included
-        pages[:, :, i, hi:].zero_()
-        if lo:
-            pages[:, :, i, :lo].zero_()
-    keys, values = pages[0], pages[1]
-    if group.turn is not None:
-        turn_(torch.view_as_complex(keys.unflatten(-1, (-1, 2))), group.turn)
-    shape = (hkv, group.num_seqs, -1, dim)
-    return keys.view(shape).transpose(0, 1), values.view(shape).transpose(0, 1)

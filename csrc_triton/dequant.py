@@ -94,13 +94,46 @@ def _times(dtype, count):
 
 
 @jit
-def _byte_planes(codes, DTYPE: tl.constexpr, ARCH: tl.constexpr):
+def byte_planes(codes, DTYPE: tl.constexpr, ARCH: tl.constexpr):
+    """int16 of two int8 -> the low ones and the high ones, exact in DTYPE (bf16 or fp16)."""
     if ARCH > 0:
         ASM: tl.constexpr = _byte_asm(DTYPE, ARCH)
         return tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [codes], _times(DTYPE, 2), True, 2)
     else:
         u = codes.to(tl.int32)
         return (((u & 255) ^ 128) - 128).to(tl.float32).to(DTYPE), (u >> 8).to(tl.float32).to(DTYPE)
+
+
+@constexpr_function
+def _fp8_asm(dtype, arch):
+    """Two int16 of e4m3 bytes ($2) -> a pair from the low bytes ($0), a pair from the high ones ($1).
+
+    Exponent and mantissa move to where dtype has the lowest bits of its own; a power of two makes up for the bias.
+    """
+    if dtype.name == "fp16":
+        shift, mask, power, times = 7, "0x3f803f80", "0x5c005c00", "mul.rn.f16x2 {d}, {d}, c;"  # 2 ** 8
+    else:
+        shift, mask, power, times = 4, "0x07f007f0", "0x7b807b80", "mul.rn.bf16x2 {d}, {d}, c;"  # 2 ** 120
+    if dtype.name == "bf16" and arch < 90:
+        times = "fma.rn.bf16x2 {d}, {d}, c, z;"
+    return (
+        f"{{ .reg .b32 t, m, s, c, z; mov.b32 m, {mask}; mov.b32 s, 0x80008000; mov.b32 c, {power}; "
+        f"mov.b32 z, 0x80008000; shl.b32 $0, $2, {shift}; and.b32 $0, $0, m; shl.b32 t, $2, 8; "
+        f"lop3.b32 $0, t, s, $0, 0xea; {times.format(d='$0')} "
+        f"shr.u32 $1, $2, {8 - shift}; and.b32 $1, $1, m; lop3.b32 $1, $2, s, $1, 0xea; {times.format(d='$1')} }}"
+    )
+
+
+@jit
+def fp8_planes(codes, DTYPE: tl.constexpr, ARCH: tl.constexpr):
+    """int16 of two float8 e4m3 -> the low ones and the high ones, exact in DTYPE (bf16 or fp16). NaN becomes 480."""
+    if ARCH > 0:
+        ASM: tl.constexpr = _fp8_asm(DTYPE, ARCH)
+        return tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [codes], _times(DTYPE, 2), True, 2)
+    else:
+        low = codes.to(tl.int8).to(tl.float8e4nv, bitcast=True)
+        high = (codes >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+        return low.to(tl.float32).to(DTYPE), high.to(tl.float32).to(DTYPE)
 
 
 @jit
@@ -140,8 +173,8 @@ def int_planes(codes, FORM: tl.constexpr, DTYPE: tl.constexpr, ARCH: tl.constexp
         b = _nibble_planes(codes[1], codes[2], 8, FORM, DTYPE, ARCH)
         return a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]
     else:
-        a = _byte_planes(codes[0], DTYPE, ARCH)
-        b = _byte_planes(codes[1], DTYPE, ARCH)
+        a = byte_planes(codes[0], DTYPE, ARCH)
+        b = byte_planes(codes[1], DTYPE, ARCH)
         return a[0], a[1], b[0], b[1]
 
 

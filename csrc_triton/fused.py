@@ -67,8 +67,19 @@ class RopeTable:
         return self.cos.shape[0] + MIN_DISTANCE - 1
 
 
-def rope_table(inv_freq: Sequence[float] | Tensor, max_position: int, *, factor: float = 1.0) -> RopeTable:
-    """Tables for distances -63..max_position, computed in float64 and rounded once to float32.
+def num_distances(max_position: int) -> int:
+    """Rows of a table: a query of the last page may be 63 further from a page than from its own first slot."""
+    return (max_position | -MIN_DISTANCE) + 1 - MIN_DISTANCE
+
+
+def rope_table(
+    inv_freq: Sequence[float] | Tensor,
+    max_position: int,
+    *,
+    factor: float = 1.0,
+    device: torch.device | str = "cpu",
+) -> RopeTable:
+    """Tables for distances -63..max_position and to the end of its page, in float64 and rounded once to float32.
 
     inv_freq: rot_dim / 2 angular frequencies in radians per token, scaling already applied.
     """
@@ -77,9 +88,10 @@ def rope_table(inv_freq: Sequence[float] | Tensor, max_position: int, *, factor:
         raise ValueError(f"rope_table: inv_freq must be a non-empty vector, got shape {tuple(freq.shape)}")
     if max_position < 0:
         raise ValueError(f"rope_table: max_position must be >= 0, got {max_position}")
-    distance = torch.arange(MIN_DISTANCE, max_position + 1, dtype=torch.float64)
+    distance = torch.arange(MIN_DISTANCE, MIN_DISTANCE + num_distances(max_position), dtype=torch.float64)
     angle = distance[:, None] * freq[None, :]
-    return RopeTable(angle.cos().float(), angle.sin().float(), 2 * freq.numel(), factor)
+    cos, sin = angle.cos().float().to(device), angle.sin().float().to(device)
+    return RopeTable(cos, sin, 2 * freq.numel(), factor)
 
 
 # ---- rows --------------------------------------------------------------------------------------------

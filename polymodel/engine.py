@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,7 +61,7 @@ class Engine:
     """Hosts models under one byte budget and decodes one at a time.
 
     Args:
-        device: "cpu", or "auto", which is the CPU in this version.
+        device: "cpu", "cuda" or "cuda:1"; "auto" is the CPU until the kernels have been measured on a GPU.
         budget: bytes of weights in memory, a number or a string such as "2GiB".
         kv_budget: bytes of KV pages, reserved when the engine starts.
         config: everything else; budget and kv_budget given here stand over it. POLYMODEL=off in the environment
@@ -74,8 +75,7 @@ class Engine:
         kv_budget: int | str | None = None,
         config: EngineConfig | None = None,
     ) -> None:
-        if device not in ("auto", "cpu"):
-            raise InvalidRequest(f"device={device!r}: this version runs on 'cpu' (or 'auto', which picks it)")
+        self.device = _device(device)
         self.config = config or EngineConfig()
         if os.environ.get("POLYMODEL", "").strip().lower() == "off":
             self.config = replace(self.config, multi_model=False)
@@ -83,9 +83,10 @@ class Engine:
             torch.set_num_threads(self.config.threads)
         self.events = Events()
         self.ledger = Ledger()
-        self.arena = Arena(_bytes("kv_budget", kv_budget, self.config.kv_budget))
+        self.arena = Arena(_bytes("kv_budget", kv_budget, self.config.kv_budget), device=self.device)
         self.ledger.set("kv", "arena", self.arena.nbytes)
-        self.residency = Residency(_bytes("budget", budget, self.config.budget), self.arena, self.ledger, self.events)
+        weight_bytes = _bytes("budget", budget, self.config.budget)
+        self.residency = Residency(weight_bytes, self.arena, self.ledger, self.events, self.device)
         self.lane = Lane(self.config, self.residency, self.arena, self.events)
 
     # ---- models
@@ -264,11 +265,11 @@ class Engine:
         hosted = self.residency[model]
         schemes = sorted({matrix.scheme for matrix in hosted.plan.matrices.values()})
         facts = {
-            "backend": f"cpu {torch.backends.cpu.get_cpu_capability()} {platform.machine()}",
+            "backend": _backend(self.device),
             "schemes": ",".join(schemes + hosted.notes),
             "weights": hosted.plan.weights,
             "threads": str(torch.get_num_threads()),
-            "kv_dtype": "float32",
+            "kv_dtype": str(hosted.layout.dtype).removeprefix("torch."),
             "torch": torch.__version__,
         }
         return facts | {"policy": POLICY.digest(**facts)}
@@ -377,6 +378,26 @@ class Table:
         return "\n".join(
             "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in cells
         )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device("cpu" if name == "auto" else name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise InvalidRequest(f"device={name!r}, expected 'cpu', 'cuda', 'cuda:N' or 'auto'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidRequest(f"device={name!r}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def _backend(device: torch.device) -> str:
+    """What computes: a GPU with the compiler of its kernels, or a CPU."""
+    if device.type == "cpu":
+        return f"cpu {torch.backends.cpu.get_cpu_capability()} {platform.machine()}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} sm_{major}{minor} triton {version('triton')}"
 
 
 def _bytes(name: str, size: int | str | None, default: int) -> int:

@@ -103,7 +103,7 @@ class Lane:
 
     def _free_drafts(self) -> bool:
         """Give up all drafters' pages, and what targets reserved for drafts; whether there were any."""
-        drafted = [s for s in self.live if s.draft_pages is not None and s.draft_pages.pages]
+        drafted = [s for s in self.live if s.draft_pages is not None and s.draft_pages.nbytes]
         for sequence in drafted:
             settle(sequence, 0)
             sequence.pages.rollback(0)

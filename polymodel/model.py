@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from csrc_triton.attention import PageTable, paged_attention
-from csrc_triton.cpu import Workspace
+from csrc_triton.cpu_attention import Workspace
 from csrc_triton.fused import RopeTable, rmsnorm, rope_table, swiglu
 from csrc_triton.pages import KVLayout, append_kv
 from csrc_triton.qmatmul import matmul, matmul_rmsnorm, swiglu_matmul
 from csrc_triton.quant import QTensor, take_rows
-from polymodel.config import PAGE_TOKENS, ModelConfig, RopeConfig
-from polymodel.kv import Arena, PageList, pack_tables
+from polymodel.config import ModelConfig, RopeConfig
+from polymodel.kv import Arena, PageList, pack_rows, pack_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +118,17 @@ class _Place:
 
 
 def _place(panel: Panel, counts: list[int], space: Workspace, device: torch.device) -> _Place:
-    position: list[int] = []
-    page: list[int] = []
-    for pages, count in zip(panel.lists, counts, strict=True):
-        steps = range(pages.length, pages.length + count)
-        position += steps
-        page += [pages.pages[p // PAGE_TOKENS] for p in steps]
-    pos = torch.tensor(position, dtype=torch.int32)
+    table = pack_tables(panel.lists, counts)
+    position, page, slot = pack_rows(panel.lists, counts, table)
     ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return _Place(
         ids=torch.tensor([token for ids in panel.ids for token in ids], dtype=torch.int64, device=device),
-        position=pos,
-        page=torch.tensor(page, dtype=torch.int32),
-        slot=pos % PAGE_TOKENS,
+        position=position,
+        page=page,
+        slot=slot,
         cu_rows=ends,
         last=ends[1:].long() - 1,
-        tables=pack_tables(panel.lists, counts),
+        tables=table,
         space=space,
     )
 
@@ -199,8 +194,7 @@ def rope_tables(config: ModelConfig, max_position: int, device: torch.device | s
         rope = config.layer_rope(i)
         if rope not in made:
             freq = inverse_frequencies(rope, config.head_dim)
-            table = rope_table(freq, max_position, factor=rope.attention_factor)
-            made[rope] = replace(table, cos=table.cos.to(device), sin=table.sin.to(device))
+            made[rope] = rope_table(freq, max_position, factor=rope.attention_factor, device=device)
     return [made[config.layer_rope(i)] for i in range(config.num_layers)]
 
 

@@ -8,6 +8,7 @@ from itertools import groupby
 import torch
 
 from csrc_triton import cpu, launch, t64
+from csrc_triton.fused import num_distances
 from csrc_triton.quant import DENSE, QTensor, cat_rows, dense, dequantize, quantize
 from polymodel.checkpoint import Checkpoint
 from polymodel.config import WEIGHTS, Weights
@@ -57,9 +58,14 @@ def plan_weights(
         vectors
         + storage_nbytes(info["embed"].shape, embed_fmt, info["embed"].nbytes)
         + sum(matrix.nbytes for matrix in matrices.values())
-        + len(ropes) * 4 * config.head_dim * (max_position + 1 - cpu.MIN_DISTANCE)
+        + len(ropes) * 4 * config.head_dim * num_distances(max_position)
     )
     return WeightPlan(weights, planner.dtype, matrices, embed_fmt, total)
+
+
+def compute_dtype(weights: Weights, device: torch.device) -> torch.dtype:
+    """Of activations, dense matrices, keys and values. Kernels executed on a CPU take float32, as its own path does."""
+    return torch.float32 if weights == "f32" or device.type == "cpu" else torch.bfloat16
 
 
 def _embed_format(kind: str, weights: Weights) -> str:
@@ -126,8 +132,7 @@ class _GpuPlanner(_Planner):
 
     def __init__(self, checkpoint: Checkpoint, weights: Weights, device: torch.device) -> None:
         super().__init__(checkpoint, weights)
-        # attention has no kernel on a CPU, and its CPU path is float32
-        self.dtype = torch.float32 if weights == "f32" or device.type == "cpu" else torch.bfloat16
+        self.dtype = compute_dtype(weights, device)
 
     def layer(self, at: str) -> dict[str, Matrix]:
         """q, k and v of one format are one product; gate and up interleave where they have one format."""

@@ -23,7 +23,7 @@ from polymodel.events import Events
 from polymodel.kv import Arena
 from polymodel.ledger import Ledger
 from polymodel.model import Layer, Model, rope_tables
-from polymodel.packing import Matrix, WeightPlan, pack_matrix, plan_weights
+from polymodel.packing import Matrix, WeightPlan, compute_dtype, pack_matrix, plan_weights
 from polymodel.pool import Pool
 from polymodel.share import band_digests
 from polymodel.tokenizer import Tokenizer
@@ -211,7 +211,8 @@ class Residency:
         if name in self.hosted:
             raise DuplicateId(f"a model named {name!r} is already there ({self.hosted[name].checkpoint.path})")
         config = checkpoint.config
-        layout = self.arena.layout(config.num_layers, config.num_kv_heads, config.head_dim)
+        dtype = compute_dtype(weights, self.device)
+        layout = self.arena.layout(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
         capacity = self.arena.nbytes // layout.page_bytes * PAGE_TOKENS
         max_position = min(config.max_context, capacity) - 1
         plan = plan_weights(checkpoint, weights, max_position, self.device)

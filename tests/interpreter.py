@@ -85,6 +85,8 @@ def interpreted(
         language = stock._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         stack.callback(language.restore)
         replace(stock, "_patch_lang", lambda fn: SimpleNamespace(restore=lambda: None))
+        # a block of one zero is not False: tl.load asks `if other`
+        replace(tl.tensor, "__bool__", lambda self: self.type.is_block() or bool(self.handle.data))
         # the stock one calls int() on a one-element array, which NumPy 2.4 refuses
         replace(tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
         replace(stock.GridExecutor, "__call__", _launch(stock.GridExecutor.__call__, builder))
@@ -329,7 +331,7 @@ class Memory:
         self.program, self.number = program, number
 
     def load(self, ptrs: np.ndarray, mask: np.ndarray, fill: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-        mask = np.broadcast_to(mask, ptrs.shape)
+        mask = np.broadcast_to(mask, ptrs.shape).astype(bool)  # a comparison of scalars is kept as int8
         out = np.empty(ptrs.shape, dtype) if mask.all() else np.broadcast_to(fill, ptrs.shape).astype(dtype)
         values = np.empty(np.count_nonzero(mask), dtype)
         for region, lanes, index in self.check(ptrs[mask], dtype.itemsize, "load"):
@@ -340,7 +342,7 @@ class Memory:
         return out
 
     def store(self, ptrs: np.ndarray, value: np.ndarray, mask: np.ndarray) -> None:
-        mask = np.broadcast_to(mask, ptrs.shape)
+        mask = np.broadcast_to(mask, ptrs.shape).astype(bool)  # a comparison of scalars is kept as int8
         values = np.broadcast_to(value, ptrs.shape)[mask]
         for region, lanes, index in self.check(ptrs[mask], values.itemsize, "store"):
             elements = region.elements(values.dtype)

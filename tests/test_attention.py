@@ -11,15 +11,16 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import ANY_THREADS, assert_no_worse, assert_same_bits
+from checks import ANY_THREADS, assert_close, assert_no_worse, assert_same_bits
 from torch import Tensor
 
 from csrc_triton.attention import PageTable, page_table, paged_attention, paged_attention_ref
-from csrc_triton.cpu import KEY_CHUNK, PAGE, Workspace, key_tails, padded_keys
+from csrc_triton.cpu_attention import KEY_CHUNK, PAGE, Workspace, key_tails, padded_keys
 from csrc_triton.fused import RopeTable, rope_table
 from csrc_triton.pages import ID_BYTES, KVLayout, append_kv
 
@@ -63,22 +64,21 @@ class Case:
     layout: KVLayout
     rope: RopeTable
     scale: float
+    spare: list[int]  # pages that are nobody's
 
-    def run(
-        self, *parts: tuple[int, int, int], window: int | None = None, space: Workspace | None = None
-    ) -> list[Tensor]:
+    def run(self, *parts: tuple[int, int, int], space: Workspace | None = None, **options: Any) -> list[Tensor]:
         """Rows [start, stop) of sequences, each seeing the tokens before `stop`, in one call."""
         q, table, cu_rows, row_pos = self.inputs(*parts)
         y = paged_attention(
             q, self.arena, self.layout, 0, table, cu_rows, row_pos, self.rope,
-            scale=self.scale, window=window, workspace=space,
+            scale=self.scale, workspace=space, **options,
         )  # fmt: skip
         return list(y.split([stop - start for _, start, stop in parts]))
 
-    def exact(self, *parts: tuple[int, int, int], window: int | None = None) -> list[Tensor]:
+    def exact(self, *parts: tuple[int, int, int], **options: Any) -> list[Tensor]:
         q, table, cu_rows, row_pos = self.inputs(*parts)
         y = paged_attention_ref(
-            q, self.arena, self.layout, 0, table, cu_rows, row_pos, self.rope, scale=self.scale, window=window
+            q, self.arena, self.layout, 0, table, cu_rows, row_pos, self.rope, scale=self.scale, **options
         )
         return list(y.split([stop - start for _, start, stop in parts]))
 
@@ -122,6 +122,7 @@ def make(
     fill: float = math.nan,
     shuffle: bool = True,
     seed: int = 0,
+    spare: int = 2,
 ) -> Case:
     """Sequences are lengths, or lists of entries; the same seed gives the same tokens whatever else differs."""
     hq, hkv, dim = heads
@@ -130,13 +131,13 @@ def make(
     num_pages = sum(len(e) for e in entries)
     layout = KVLayout(1, hkv, dim, dtype)
     step = layout.block_bytes // ID_BYTES
-    arena = torch.empty((num_pages + 3) * layout.block_bytes, dtype=torch.uint8)
-    arena.view(dtype).fill_(fill)
+    arena = torch.empty((num_pages + spare + 1) * layout.block_bytes, dtype=torch.uint8)
+    arena.view(torch.float32 if layout.scaled else dtype).fill_(fill)
     arena[: layout.block_bytes] = 0
-    order = [step * (i + 1) for i in range(num_pages + 2)]  # two pages are nobody's
+    order = [step * (i + 1) for i in range(num_pages + spare)]
     if shuffle:
         random.Random(seed).shuffle(order)
-    case = Case([], [], [], [], entries, [], arena, layout, table, dim**-0.5)
+    case = Case([], [], [], [], entries, [], arena, layout, table, dim**-0.5, order)
     for spans in entries:
         case.pages.append([order.pop() for _ in spans])
         place = [
@@ -224,6 +225,11 @@ def test_values_with_yarn_factor_and_partial_rotation(heads: tuple[int, int, int
 def test_values_far_from_the_start(window: int | None) -> None:
     table = rope(64, max_position=FAR + 700)
     assert_values(make((4, 2, 64), [canonical(150, FAR), canonical(600, 64 * 3)], table=table), 0, window)
+
+
+def test_values_at_the_largest_positions() -> None:
+    table = rope(64, max_position=131072)
+    assert_values(make((4, 2, 64), [canonical(200, 131072 - 256)], table=table), 0)
 
 
 # an unaligned evict: two entries trimmed, later positions moved up; a list that starts late; and one in pieces
@@ -432,19 +438,98 @@ def test_random_company(heads: tuple[int, int, int], window: int | None, threads
             assert_same_bits(y, whole[s][start:stop], f"{(s, start, stop)} in {parts}")
 
 
+# ---- softcap, sinks, codes ---------------------------------------------------------------------------
+
+SINKS = torch.tensor([0.0, 3.0, -2.0, 30.0, -math.inf, 1.0, 5.0, -1.0])
+VARIANTS: dict[str, dict[str, Any]] = {
+    "softcap 50": {"softcap": 50.0},
+    "softcap 2": {"softcap": 2.0},
+    "sinks": {"sinks": SINKS},
+    "softcap and sinks": {"softcap": 50.0, "sinks": SINKS},
+}
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_values_with_softcap_and_sinks(variant: str, window: int | None) -> None:
+    for dim, entries in ((64, 600), (16, EVICTED)):
+        case = make((8, 2, dim), [entries])
+        num = len(case.q[0])
+        parts = [
+            (0, start, min(start + 6, num)) for start in (0, 62, 509, num - 3) if start < num
+        ]  # 509: over a chunk's edge
+        options = {"window": window, **VARIANTS[variant]}
+        for y, exact in zip(case.run(*parts, **options), case.exact(*parts, **options), strict=True):
+            assert (y - exact).abs().max() < SLACK
+
+
+# error of a coded number by root mean square, for numbers of size 1: rounding to steps of a 127th of a row's largest,
+# at most 4 here, or of an eighth of a number's power of two; a score (|q| scale = 1) and a value have it each
+CODED = {torch.int8: 4 / 127 / math.sqrt(12), torch.float8_e4m3fn: 1 / 8 / math.sqrt(12)}
+
+
+@pytest.mark.parametrize("dtype", CODED, ids=str)
+@pytest.mark.parametrize("heads", [(4, 2, 8), (8, 2, 64), (5, 1, 80), (8, 2, 128)], ids=str)
+def test_values_of_codes(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Against the same codes as close as float32 is; against the numbers that were coded by their rounding."""
+    case, plain = make(heads, [300], dtype=dtype), make(heads, [300])
+    parts = [(0, 0, 3), (0, 64, 66), (0, 290, 300)]
+    for y, exact, uncoded in zip(case.run(*parts), case.exact(*parts), plain.exact(*parts), strict=True):
+        assert (y - exact).abs().max() < SLACK
+        assert_close(y, uncoded, math.sqrt(2) * CODED[dtype])
+    for y, exact in zip(case.run(*parts, window=63), case.exact(*parts, window=63), strict=True):
+        assert (y - exact).abs().max() < SLACK
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("softcap", "window", "sinks", "threads"),
+    [(50.0, None, None, 1), (3.0, 65, SINKS, 3), (None, None, SINKS, 3), (None, 600, None, 1)],
+    indirect=["threads"],
+)
+def test_softcap_sinks_and_codes_hold_rows_still(
+    softcap: float | None, window: int | None, sinks: Tensor | None, threads: int, dtype: torch.dtype
+) -> None:
+    options = {"softcap": softcap, "window": window, "sinks": sinks}
+    case = make((8, 2, 64), [530, 70, EVICTED], dtype=dtype)
+    whole = case.run((0, 0, 530), **options)[0]
+    for size in (7, 100):
+        edges = [*range(400, 530, size), 530]
+        pieces = [case.run((0, a, b), **options)[0] for a, b in itertools.pairwise(edges)]
+        assert_same_bits(torch.cat(pieces), whole[400:], f"chunks of {size}")
+    for p in (0, 63, 64, 448, 511, 512, 529):
+        assert_same_bits(case.run((0, p, p + 1), **options)[0], whole[p : p + 1], f"position {p}")
+    parts = [(1, 65, 70), (0, 500, 516), (2, 100, 105)]
+    for y, part in zip(case.run(*parts, **options), parts, strict=True):
+        assert_same_bits(y, case.run(part, **options)[0], f"{part} beside others")
+
+
+def test_a_softcap_without_bounds_is_none() -> None:
+    case = make((8, 2, 64), [600])
+    assert (case.run((0, 500, 600), softcap=1e6)[0] - case.run((0, 500, 600))[0]).abs().max() < 1e-4
+
+
+def test_a_sink_without_weight_is_none() -> None:
+    case = make((8, 2, 64), [200])
+    assert_same_bits(case.run((0, 0, 200), sinks=torch.full((8,), -math.inf))[0], case.run((0, 0, 200))[0])
+    assert not case.run((0, 0, 200), sinks=torch.full((8,), math.inf))[0].any()
+
+
 # ---- what must not be read, and what is not there ----------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("sequences", [[130, 70], [EVICTED, TRIMMED, PIECES]], ids=["canonical", "trimmed"])
 def test_unused_slots_and_pages_change_nothing(sequences: list[int | list[Entry]], dtype: torch.dtype) -> None:
     cases = [make((4, 2, 16), sequences, fill=fill, dtype=dtype) for fill in (math.nan, 0.0, math.inf, 3.0)]
     parts = [(s, 3, len(q)) for s, q in enumerate(cases[0].q)]
-    first = cases[0].run(*parts)
-    assert all(y.isfinite().all() for y in first)
-    for case in cases[1:]:
-        for y, expected in zip(case.run(*parts), first, strict=True):
-            assert_same_bits(y, expected)
+    for softcap in (None, 20.0):
+        first = cases[0].run(*parts, softcap=softcap)
+        assert all(y.isfinite().all() for y in first)
+        for case in cases[1:]:
+            for y, expected in zip(case.run(*parts, softcap=softcap), first, strict=True):
+                assert_same_bits(y, expected)
 
 
 def test_entries_beyond_n_change_nothing() -> None:
@@ -501,6 +586,11 @@ def test_rows_that_see_nothing_are_zero() -> None:
     row_pos[:3] += 500  # all keys out of the window
     y = paged_attention(q, case.arena, case.layout, 0, table, cu_rows, row_pos, case.rope, scale=case.scale, window=40)
     assert not y[:3].any() and y[3:].any()
+    options = {"sinks": torch.randn(4), "softcap": 5.0}
+    y = paged_attention(
+        q, case.arena, case.layout, 0, table, cu_rows, row_pos, case.rope, scale=case.scale, window=40, **options
+    )
+    assert not y[:3].any() and y[3:].isfinite().all()
 
 
 def test_sequences_without_rows_and_calls_without_any() -> None:
@@ -616,8 +706,8 @@ def test_paged_attention_refuses() -> None:
     case = make((4, 2, 16), [70])
     q, table, cu_rows, row_pos = case.inputs((0, 60, 70))
 
-    def run(q: Tensor = q, cu_rows: Tensor = cu_rows, row_pos: Tensor = row_pos, window: int | None = None) -> None:
-        paged_attention(q, case.arena, case.layout, 0, table, cu_rows, row_pos, case.rope, scale=1.0, window=window)
+    def run(q: Tensor = q, cu_rows: Tensor = cu_rows, row_pos: Tensor = row_pos, **options: Any) -> None:
+        paged_attention(q, case.arena, case.layout, 0, table, cu_rows, row_pos, case.rope, scale=1.0, **options)
 
     for bad in (q[..., :8], q[:, :3], q[0]):
         with pytest.raises(ValueError, match=r"q is \(.*\), expected \[T, a multiple of 2, 16\]"):
@@ -628,6 +718,11 @@ def test_paged_attention_refuses() -> None:
     for window in (0, -3):
         with pytest.raises(ValueError, match=f"window must be at least 1, got {window}"):
             run(window=window)
+    with pytest.raises(ValueError, match=r"softcap must be above 0, got -1"):
+        run(softcap=-1)
+    for sinks in (torch.zeros(2), torch.zeros(4, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"sinks are torch.float\d\d \(\d,\), expected float32 \(4,\)"):
+            run(sinks=sinks)
     with pytest.raises(ValueError, match="requires grad"):
         run(q=q.clone().requires_grad_())
     with pytest.raises(IndexError):

@@ -38,6 +38,7 @@ from csrc_triton.fused import (
     rmsnorm_quantize,
     rmsnorm_quantize_ref,
     rmsnorm_ref,
+    num_distances,
     rope_table,
     row_sum,
     swiglu,
@@ -681,10 +682,10 @@ def test_kernels_compile(arch: int) -> None:
 def test_rope_table_holds_every_distance() -> None:
     freq = [10000 ** (-2 * j / 16) for j in range(8)]
     table = rope_table(freq, 100, factor=1.25)
-    assert (table.rot_dim, table.max_position, table.factor) == (16, 100, 1.25)
-    assert table.cos.shape == table.sin.shape == (100 - MIN_DISTANCE + 1, 8)
+    assert (table.rot_dim, table.max_position, table.factor) == (16, 127, 1.25)  # to the end of the page of 100
+    assert table.cos.shape == table.sin.shape == (127 - MIN_DISTANCE + 1, 8) == (num_distances(100), 8)
     assert table.nbytes == 2 * 4 * table.cos.numel()
-    for distance in (MIN_DISTANCE, -1, 0, 1, 100):
+    for distance in (MIN_DISTANCE, -1, 0, 1, 100, 127):
         row = distance - MIN_DISTANCE
         for j, f in enumerate(freq):
             assert table.cos[row, j].item() == torch.tensor(math.cos(distance * f)).item()
@@ -706,4 +707,4 @@ def test_rope_table_refuses() -> None:
         rope_table(torch.ones(2, 2), 10)
     with pytest.raises(ValueError, match="max_position must be >= 0, got -1"):
         rope_table([1.0], -1)
-    assert rope_table([1.0], 0).max_position == 0
+    assert rope_table([1.0], 0).max_position == 63

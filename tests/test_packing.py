@@ -8,12 +8,13 @@ import pytest
 import torch
 from checks import assert_same_bits
 from interpreter import interpreted
-from tiny import write_tiny, write_tiny_gguf
+from tiny import write_tiny, write_tiny_gguf, write_tokenizer
 from torch import Tensor
 
 from csrc_triton.launch import kernels_on_cpu
 from polymodel.checkpoint import open_checkpoint
 from polymodel.config import Weights
+from polymodel.engine import Engine
 from polymodel.events import Events
 from polymodel.kv import Arena, PageList
 from polymodel.ledger import Ledger
@@ -105,3 +106,19 @@ def test_rows_of_a_model_on_kernels_do_not_depend_on_company(tmp_path: Path) -> 
     for a, b in zip(together, alone, strict=True):
         assert_same_bits(a, b)
     assert not torch.equal(together[0][2:], together[1])
+
+
+def test_an_engine_generates_by_kernels(tmp_path: Path) -> None:
+    """Prefill, decode and chains of drafts, whole: the tokens of the CPU path, whose float32 sums round elsewhere."""
+    path = write_tokenizer(write_tiny(tmp_path / "m", "llama", num_hidden_layers=1))
+
+    def tokens(draft: str | None) -> list[int]:
+        with Engine(budget=1 << 30, kv_budget=16 << 20) as engine:
+            for name in ("m", "d"):
+                engine.add(name, path)
+            return engine.generate("m", prompt_ids=IDS, max_new_tokens=4, stop_at_eos=False, draft=draft).tokens
+
+    expected = tokens(None)
+    with interpreted(races=False):
+        assert tokens(None) == tokens("d") == expected
+    assert len(set(expected)) > 1

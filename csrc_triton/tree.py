@@ -1,0 +1,453 @@
+"""Attention of a token tree's nodes over what is committed and their own ancestors: verification of drafts.
+
+    out[i] = softmax(scale * q[i] . K^T) V   over the committed keys and those of i's ancestors and i itself
+
+A tree is parent[P], -1 for a child of the committed tail; a node at depth d stands at position prefix + d. Nodes lie
+anywhere in scratch pages, their keys rotated for the slot they would have in plain decoding (`rotation_slots`).
+
+Memory: pages as in csrc_triton.pages. Committed pages serve all nodes. Every leaf has a tail of its own: the slots of
+the entry that plain decoding of its path would write to, and of the next one. A node takes the result of the first
+leaf whose path holds it.
+Promise: a node's bits are those of paged_attention over the list that plain decoding of its path would give.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from csrc_triton import cpu, cpu_attention
+from csrc_triton.attention import (
+    AttentionCall,
+    DevicePlan,
+    PageTable,
+    check_attention,
+    check_lists,
+    lists_of,
+    places_ref,
+    read_ref,
+    row_ref,
+    tile_of,
+    turned_ref,
+    upload,
+)
+from csrc_triton.attention_plan import CHUNK, make_tree_plan
+from csrc_triton.attention_tile import (
+    NEAREST,
+    ONES,
+    SLOTS,
+    State,
+    attend,
+    head_units,
+    load_keys,
+    load_query,
+    load_slot,
+    load_values,
+    new_state,
+    row_sums,
+    store_slot,
+    turns_at,
+)
+from csrc_triton.cpu_attention import PAGE, Workspace
+from csrc_triton.fused import RopeTable, units
+from csrc_triton.launch import constexpr, jit, runs_kernel, tl
+from csrc_triton.pages import ID_BYTES, KVLayout, layer_view
+
+MAX_NODES = 256
+MAX_LEVELS = 64
+
+CHUNK_ENTRIES = constexpr(CHUNK)
+ID_UNIT = constexpr(ID_BYTES)
+
+
+class TreeError(ValueError):
+    """`parent` describes no tree that can be verified."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """A token tree, checked. All arrays are int32."""
+
+    parent: np.ndarray  # [P], -1 for a child of the committed tail
+    depth: np.ndarray  # [P], 0 for such a child
+    leaves: np.ndarray  # [L] nodes without children, ascending
+    paths: np.ndarray  # [L, num_levels] nodes from the root to each leaf, then -1
+    owner: np.ndarray  # [P] the first leaf, by its index in `leaves`, whose path holds the node
+
+    @property
+    def num_levels(self) -> int:
+        return self.paths.shape[1]
+
+
+def token_tree(parent: Sequence[int] | Tensor) -> Tree:
+    """parent[i] < i names the node before i, or -1; at most 256 nodes in at most 64 levels."""
+    if isinstance(parent, Tensor) and parent.ndim != 1:
+        raise TreeError(f"token_tree: parent is {tuple(parent.shape)}, expected [P]")
+    parents = [operator.index(p) for p in (parent.tolist() if isinstance(parent, Tensor) else parent)]
+    if not 1 <= len(parents) <= MAX_NODES:
+        raise TreeError(f"token_tree: {len(parents)} nodes, expected 1..{MAX_NODES}")
+    depths: list[int] = []
+    for node, above in enumerate(parents):
+        if not -1 <= above < node:
+            raise TreeError(_refusal(parents, node))
+        depths.append(depths[above] + 1 if above >= 0 else 0)
+        if depths[node] >= MAX_LEVELS:
+            raise TreeError(
+                f"token_tree: node {node} stands in level {depths[node] + 1}, expected at most {MAX_LEVELS}"
+            )
+    up, depth = (np.array(values, dtype=np.int32) for values in (parents, depths))
+    leaves = np.setdiff1d(np.arange(len(up), dtype=np.int32), up)
+    paths = _paths(up, depth, leaves)
+    owner = np.full(len(up), len(leaves), dtype=np.int32)
+    leaf, _ = on_path = np.nonzero(paths >= 0)
+    np.minimum.at(owner, paths[on_path], leaf)
+    return Tree(up, depth, leaves, paths, owner)
+
+
+def _refusal(parents: list[int], node: int) -> str:
+    above = parents[node]
+    if not -1 <= above < len(parents):
+        return f"token_tree: node {node} has parent {above}, expected -1 or an earlier node, of {len(parents)}"
+    at = above
+    for _ in parents:  # back at the node within as many steps, or not at all
+        if at == node:
+            return f"token_tree: node {node} has parent {above} and lies on a cycle, expected -1 or an earlier node"
+        if not 0 <= at < len(parents):
+            break
+        at = parents[at]
+    return f"token_tree: node {node} has parent {above}, an edge forward, expected -1 or an earlier node"
+
+
+def _paths(parent: np.ndarray, depth: np.ndarray, leaves: np.ndarray) -> np.ndarray:
+    paths = np.full((len(leaves), int(depth.max()) + 1), -1, dtype=np.int32)
+    row, node = np.arange(len(leaves)), leaves
+    while len(node):
+        paths[row, depth[node]] = node
+        node = parent[node]
+        row, node = row[node >= 0], node[node >= 0]
+    return paths
+
+
+# ---- tails -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Tails:
+    """What every leaf of a batch of trees reads behind its sequence's full pages. All tensors are int32.
+
+    A leaf's list is the first `entry` entries of its sequence, then tile 0 with slot 0 at position `base`, then tile 1.
+    """
+
+    seq: Tensor  # [leaves] the sequence of a leaf
+    entry: Tensor  # [leaves] entries before the tail
+    base: Tensor  # [leaves] position of the tail's slot 0
+    page: Tensor  # [leaves, 2, 64] where a slot's key and value lie, committed ones too; -1 where there is none
+    slot: Tensor  # [leaves, 2, 64]
+    position: Tensor  # [T] of a node
+    leaf: Tensor  # [T] the leaf whose row is kept
+
+
+def tails(table: PageTable, trees: Sequence[Tree], node_page: Tensor, node_slot: Tensor) -> Tails:
+    """The tails of all leaves, sequence by sequence; everything lies in host memory."""
+    seq, position = _positions(table, trees)
+    if not node_page.shape == node_slot.shape == position.shape or {node_page.dtype, node_slot.dtype} != {torch.int32}:
+        raise ValueError(
+            f"tails: node_page is {node_page.dtype} {tuple(node_page.shape)} and node_slot {node_slot.dtype} "
+            f"{tuple(node_slot.shape)}, expected int32 {position.shape} for the nodes of {len(trees)} trees"
+        )
+    start = _tail_starts(table)
+    counts = [len(t.leaves) for t in trees]
+    leaf_seq = np.repeat(np.arange(len(trees)), counts)
+    node_start, leaf_start = np.searchsorted(seq, leaf_seq), np.cumsum([0, *counts[:-1]])
+    page, slot = (np.full((len(leaf_seq), 2 * PAGE), -1, dtype=np.int32) for _ in range(2))
+    at = np.arange(2 * PAGE)
+    used = start.hi[leaf_seq, None]
+    row, column = np.nonzero((at >= start.lo[leaf_seq, None]) & (at < used))
+    page[row, column], slot[row, column] = start.page[leaf_seq[row]], column
+    paths = np.concatenate(
+        [np.pad(t.paths, ((0, 0), (0, MAX_LEVELS - t.num_levels)), constant_values=-1) for t in trees]
+    )
+    row, level = np.nonzero(paths >= 0)
+    column, node = used[row, 0] + level, node_start[row] + paths[row, level]
+    page[row, column], slot[row, column] = node_page.numpy()[node], node_slot.numpy()[node]
+    leaf = np.concatenate([t.owner for t in trees]) + leaf_start[seq]
+    shape = (-1, 2, PAGE)
+    fields = (
+        leaf_seq,
+        start.entry[leaf_seq],
+        start.base[leaf_seq],
+        page.reshape(shape),
+        slot.reshape(shape),
+        position,
+        leaf,
+    )
+    return Tails(*(torch.from_numpy(a.astype(np.int32)) for a in fields))
+
+
+def rotation_slots(table: PageTable, trees: Sequence[Tree]) -> Tensor:
+    """The slot that every node would have in plain decoding, [T] int32: what append_kv rotates its key by."""
+    seq, position = _positions(table, trees)
+    return torch.from_numpy((position - _tail_starts(table).base[seq]) % PAGE)
+
+
+@dataclass(frozen=True, eq=False)
+class _TailStarts:
+    """Of every sequence: the entry where its next token goes, and that entry's committed slots."""
+
+    entry: np.ndarray  # [B] its index in the list
+    base: np.ndarray  # [B] position of its slot 0
+    page: np.ndarray  # [B]
+    lo: np.ndarray  # [B]; lo = hi = 0 in a new entry
+    hi: np.ndarray  # [B]
+
+
+def _tail_starts(table: PageTable) -> _TailStarts:
+    n = table.n.numpy()
+    row = np.arange(len(n))
+    # an empty list's last entry is the column of zeros
+    page, base, span = (np.pad(t.numpy(), ((0, 0), (0, 1)))[row, n - 1] for t in (table.ids, table.base, table.span))
+    lo, hi = span & 255, span >> 8
+    has_room = (n > 0) & (hi < PAGE)
+    return _TailStarts(n - has_room, np.where(has_room, base, base + hi), page, lo * has_room, hi * has_room)
+
+
+def _positions(table: PageTable, trees: Sequence[Tree]) -> tuple[np.ndarray, np.ndarray]:
+    """Sequence and position of every node, [T] each."""
+    if not trees or len(trees) != table.n.numel():
+        raise ValueError(
+            f"tree: {len(trees)} trees for {table.n.numel()} page lists, expected one of each per sequence"
+        )
+    seq = np.repeat(np.arange(len(trees)), [len(t.parent) for t in trees])
+    start = _tail_starts(table)
+    return seq, (start.base + start.hi)[seq] + np.concatenate([t.depth for t in trees])
+
+
+# ---- attention ---------------------------------------------------------------------------------------
+
+
+@jit(do_not_specialize=["q_stride", "layer", "window"])
+def _tail_kernel(
+    q_ptr,  # [T, heads, dim]
+    stored,  # Stored
+    rope,  # Turns
+    rows_ptr,  # [tiles, ROWS] int32
+    items_ptr,  # [items, 5] int32
+    page_ptr,  # [leaves, 2, 64] int32
+    place_ptr,  # [leaves, 2, 64] int32, slots in those pages
+    base_ptr,  # [leaves] int32
+    position_ptr,  # [T] int32
+    slot_ptr,  # [T, 3] int32
+    slots,  # Slots
+    q_stride,
+    layer,  # bytes from layer 0 to this one, in units of ids
+    scale,
+    cap,
+    window,
+    ROWS: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    """Grid (items, kv heads): nodes of one leaf go on from the state that the committed entries left in their slots."""
+    HEAD: tl.constexpr = head_units(SHAPE)
+    UNIT: tl.constexpr = ID_UNIT * 8 // stored.data.dtype.element_ty.primitive_bitwidth
+    WIDTH: tl.constexpr = SHAPE.dim if SHAPE.codes == "" else SHAPE.dim // 2
+    item = items_ptr + tl.program_id(0).to(tl.int64) * 5
+    tile = tl.load(item).to(tl.int64)
+    leaf = tl.load(item + 1).to(tl.int64)
+    entry = tl.load(item + 2)
+    pages = tl.load(item + 3)
+    goes_on = tl.load(item + 4)
+    query = load_query(q_ptr, q_stride, rows_ptr + tile * ROWS, position_ptr, rope, False, ROWS, SHAPE)
+    heads_before = tl.program_id(1) * HEAD
+    first_slot = tl.load(slot_ptr + query.token * 3, mask=query.alive, other=0).to(tl.int64)
+    state = load_slot(slots, first_slot + entry // CHUNK_ENTRIES, query.head, query.alive & (goes_on != 0), SHAPE)
+    state = State(state.m, tl.broadcast_to(state.sums[:, None], (ROWS, ONES)), state.acc)
+    base = tl.load(base_ptr + leaf)
+    for t in range(0, pages * SHAPE.tiles):
+        slot = tl.arange(0, SHAPE.keys) + t * SHAPE.keys
+        page = tl.load(page_ptr + leaf * (2 * SLOTS) + slot)
+        place = tl.load(place_ptr + leaf * (2 * SLOTS) + slot)
+        valid = page >= 0
+        behind = query.position[:, None] - (base + slot)[None, :]
+        seen = valid[None, :] & (behind >= 0)
+        if SHAPE.windowed:
+            seen = seen & (behind < window)
+        page_base = base + t // SHAPE.tiles * SLOTS
+        turns = turns_at(rope, tl.maximum(query.block - page_base, NEAREST), SHAPE)
+        block = tl.maximum(page, 0).to(tl.int64) + layer
+        place = tl.maximum(place, 0)
+        key = stored.data + (block * UNIT + heads_before + place * WIDTH)
+        k_scale = None
+        v_scale = None
+        if SHAPE.codes != "":
+            scales = stored.scales + (block * (ID_UNIT // 4) + (heads_before + SLOTS * SHAPE.dim // 2) // 2 + place)
+            k_scale = tl.load(scales)
+            v_scale = tl.load(scales + SHAPE.kv_heads * (HEAD // 2), mask=valid, other=0.0)
+        keys = load_keys(key, SHAPE)
+        values = load_values(key + SHAPE.kv_heads * HEAD, valid, SHAPE)
+        state = attend(state, query, turns, keys, values, k_scale, v_scale, seen, scale, cap, SHAPE)
+        at = entry * SHAPE.tiles + t
+        if (at % SHAPE.chunk == SHAPE.chunk - 1) | (t == pages * SHAPE.tiles - 1):
+            store_slot(slots, first_slot + at // SHAPE.chunk, row_sums(state), query.head, query.alive, SHAPE)
+            state = new_state(ROWS, SHAPE)
+
+
+def tree_attention(
+    q: Tensor,
+    arena: Tensor,
+    layout: KVLayout,
+    layer: int,
+    table: PageTable,
+    trees: Sequence[Tree],
+    node_page: Tensor,
+    node_slot: Tensor,
+    rope: RopeTable,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    cascade: bool = True,
+    out: Tensor | None = None,
+    workspace: Workspace | None = None,
+) -> Tensor:
+    """q [T, Hq, D], normed and unrotated, the nodes of B trees in their order -> [T, Hq, D] of q's dtype.
+
+    table: the committed lists of the B sequences; node_page, node_slot [T] int32: where a node's key and value lie.
+    Windows go by position. The rest is as in paged_attention; table, node_page and node_slot are read on the host.
+    """
+    check_attention("tree_attention", q, layout, window, softcap, sinks)
+    space = Workspace() if workspace is None else workspace
+    if "tails" not in space:
+        table = PageTable(*(t.cpu() for t in (table.ids, table.base, table.span, table.n)))
+        space["tails"] = tails(table, trees, node_page.cpu(), node_slot.cpu())
+        if q.shape[0] != node_page.numel():
+            raise ValueError(
+                f"tree_attention: q has {q.shape[0]} rows, expected one for each of {node_page.numel()} nodes"
+            )
+    if runs_kernel(q):
+        call = AttentionCall.of("tree_attention", q, arena, layout, layer, rope, scale, window, softcap, sinks, out)
+        _launch(call, arena, table, space["tails"], cascade, space)
+        return call.out
+    view = layer_view(arena, layout, layer, workspace)
+    cpu.refuse_device("tree_attention", q)
+    y = cpu_attention.tree_attention_cpu(
+        q, view, table, trees, space["tails"], node_page, node_slot, rope,
+        scale=scale, window=window, softcap=softcap, sinks=sinks,
+        scales=layout.scales(arena, layer) if layout.scaled else None, workspace=space,
+    )  # fmt: skip
+    return y if out is None else out.copy_(y)
+
+
+class DeviceTrees(NamedTuple):
+    """A plan of trees, and what kernels read of it, on their device."""
+
+    committed: DevicePlan
+    rows: Tensor  # of the tails' tiles
+    items: Tensor
+    page: Tensor  # [leaves, 2, 64]
+    slot: Tensor  # [leaves, 2, 64]
+    base: Tensor  # [leaves]
+
+
+def _launch(
+    call: AttentionCall, arena: Tensor, table: PageTable, found: Tails, cascade: bool, space: Workspace
+) -> None:
+    """Committed full pages once for all nodes, every leaf's tail once for its own, and the fold."""
+    key = ("tree plan", call.window, cascade, call.shape.ratio, call.layout)
+    if key not in space:
+        space[key] = _device_plan(call, arena, table, found, cascade)
+    made: DeviceTrees = space[key]
+    slots = call.slots(made.committed.num_slots, space)
+    for rows, items, is_whole, is_shared in made.committed.launches:
+        call.run(rows, items, is_whole, is_shared, made.committed, slots)
+    tile = tile_of(call.q, call.layout, made.rows.shape[1])
+    _tail_kernel[(len(made.items), call.shape.kv_heads)](
+        *(call.q, call.stored, call.turns, made.rows, made.items, made.page, made.slot, made.base),
+        *(made.committed.position, made.committed.slots, slots, units(call.q), call.layer),
+        *(call.scale, call.cap, call.window or 0),
+        ROWS=made.rows.shape[1],
+        SHAPE=call.shape,
+        **tile.options,
+    )
+    call.fold(made.committed.merged, made.committed.slots, slots)
+
+
+def _device_plan(call: AttentionCall, arena: Tensor, table: PageTable, found: Tails, cascade: bool) -> DeviceTrees:
+    lists, ratio = lists_of(table), call.shape.ratio
+    seq, entry, base, page, slot, position, leaf = (t.numpy() for t in vars(found).values())
+    check_lists("tree_attention", lists, call.layout.num_ids(arena), position, call.rope)
+    num_ids = call.layout.num_ids(arena)
+    used = page >= 0
+    if used.any() and not (page.max() < num_ids and 0 <= slot[used].min() <= slot.max() < PAGE):
+        raise ValueError(
+            f"tree_attention: nodes lie in pages up to {page.max()} and slots up to {slot.max()}, "
+            f"expected ids below {num_ids} and slots in 0..{PAGE - 1}"
+        )
+    full = lists.n.copy()
+    full[seq] = entry
+    plan = make_tree_plan(
+        replace(lists, n=full),
+        position,
+        leaf,
+        seq,
+        base,
+        ratio=ratio,
+        block_m=tile_of(call.q, call.layout, int(np.bincount(seq[leaf]).max()) * ratio).rows,
+        window=call.window,
+        is_cascade=cascade and call.window is None,
+        shared_m=tile_of(call.q, call.layout, len(position) * ratio).rows,
+    )
+    parts = [lists.ids, lists.base, lists.span, position, plan.slots, np.arange(len(position), dtype=np.int32)]
+    tiles = [x for t in (plan.split, plan.shared, plan.tails) for x in (t.rows, t.items)]
+    there = upload([*parts, *tiles, page, slot, base], call.q.device)
+    launches = ((there[6], there[7], False, False), (there[8], there[9], False, True))
+    committed = DevicePlan.of(plan.num_slots, lists, there, launches)
+    return DeviceTrees(committed, *there[10:])
+
+
+def tree_attention_ref(
+    q: Tensor,
+    arena: Tensor,
+    layout: KVLayout,
+    layer: int,
+    table: PageTable,
+    parents: Sequence[Sequence[int]],
+    node_page: Tensor,
+    node_slot: Tensor,
+    rope: RopeTable,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    by_kernels: bool = False,
+) -> Tensor:
+    """The definition in float64, node by node: climb `parent`, gather, rotate by distance, softmax."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    start = 0
+    for s, parent in enumerate(parents):
+        page, slot, base = places_ref(table, s)
+        prefix = int(base[-1] + slot[-1]) + 1 if len(base) else 0
+        origin = int(base[-1]) if len(base) and slot[-1] < PAGE - 1 else prefix  # slot 0 of the page the nodes begin in
+        for node in range(len(parent)):
+            path = [node]
+            while parent[path[0]] >= 0:
+                path.insert(0, parent[path[0]])
+            position = prefix + torch.arange(len(path))
+            rows = start + torch.tensor(path)
+            at = [torch.cat(pair) for pair in ((page, node_page[rows].long()), (slot, node_slot[rows].long()))]
+            keys, values = read_ref(arena, layout, layer, at[0], at[1], rope, by_kernels)
+            bases = torch.cat((base, origin + (position - origin) // PAGE * PAGE))
+            behind = position[-1] - torch.cat((base + slot, position))
+            seen = behind < (window or math.inf)
+            turned = turned_ref(keys[seen], bases[seen] - position[-1], rope)
+            out[start + node] = row_ref(q[start + node], turned, values[seen], rope, scale, softcap, sinks)
+        start += len(parent)
+    return out
