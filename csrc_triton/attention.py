@@ -256,7 +256,7 @@ def paged_attention(
             scales=layer_scales(arena, layout, layer, space) if layout.scaled else None, workspace=workspace,
         )  # fmt: skip
         return y if out is None else out.copy_(y)
-    call = AttentionCall.of("paged_attention", q, arena, layout, layer, rope, scale, window, softcap, sinks, out)
+    call = AttentionCall.of("paged_attention", q, arena, layout, layer, rope, scale, window, softcap, sinks, out, space)
     if q.shape[0]:
         made = _device_plan(call, arena, table, cu_rows, row_pos, cascade, space)
         slots = call.slots(made.num_slots, space)
@@ -298,9 +298,9 @@ class AttentionCall:
         softcap: float | None,
         sinks: Tensor | None,
         out: Tensor | None,
+        space: Workspace,
     ) -> AttentionCall:
-        layout.view(arena, layer)  # refuses a layer or an arena that the layout does not have
-        check_arena(name, arena, layout, q)
+        stored = _stored(name, q, arena, layout, layer, space)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         for what, x in (("q", q), ("out", out)):
             check_heads(name, what, x)
@@ -317,8 +317,6 @@ class AttentionCall:
                 f"{layout.head_dim} dims and at least {PAGE - 1}"
             )
         shape = _shape_of(q, layout, rope, window is not None, softcap is not None)
-        data = arena.view(torch.int16 if layout.scaled else layout.dtype)
-        stored = Stored(data, arena.view(torch.float32) if layout.scaled else None)
         turns = Turns(rope.cos, rope.sin, None if rope.factor == 1.0 else rope.factor)
         factor, cap = scale * LOG2E, 0.0
         if softcap is not None:
@@ -327,14 +325,14 @@ class AttentionCall:
         return cls(name, q, layout, shape, stored, first, rope, turns, factor, cap, window, sinks, out)
 
     def slots(self, count: int, space: Workspace) -> Slots:
-        """Scratch for so many slots: the caller's, or the workspace's own, which all layers share."""
-        heads, dim = self.q.shape[1:]
-        sizes = slot_nbytes(count, heads, dim)
-        if space.scratch is None and ("slots", count) not in space:
-            space["slots", count] = torch.empty(sum(sizes), dtype=torch.uint8, device=self.q.device)
-        scratch = space.scratch if space.scratch is not None else space["slots", count]
-        both = carve(scratch, (sum(sizes) // 4,), torch.float32, self.q, self.name)
-        return Slots(both[: sizes[0] // 4], both[sizes[0] // 4 :])
+        """Scratch for so many slots: the caller's, or the workspace's own; all layers share it."""
+        key = ("slots", count, self.q.shape[1:])
+        if key not in space:
+            sums, rest = slot_nbytes(count, *self.q.shape[1:])
+            both = carve(space.scratch, ((sums + rest) // 4,), torch.float32, self.q, self.name)
+            space[key] = Slots(both[: sums // 4], both[sums // 4 :])
+        slots: Slots = space[key]
+        return slots
 
     def run(self, rows: Tensor, items: Tensor, is_whole: bool, is_shared: bool, made: DevicePlan, slots: Slots) -> None:
         if not len(items):
@@ -356,6 +354,20 @@ class AttentionCall:
             _fold_kernel[(len(tokens), self.q.shape[1])](
                 *(slots, tokens, token_slots, self.sinks, self.out, units(self.out)), SHAPE=self.shape, **FOLD_OPTIONS
             )
+
+
+def _stored(name: str, q: Tensor, arena: Tensor, layout: KVLayout, layer: int, space: Workspace) -> Stored:
+    """The arena as kernels take it, checked once a workspace."""
+    key = ("stored", layout)
+    if key not in space:
+        layout.num_ids(arena)
+        check_arena(name, arena, layout, q)
+        data = arena.view(torch.int16 if layout.scaled else layout.dtype)
+        space[key] = Stored(data, arena.view(torch.float32) if layout.scaled else None)
+    if not 0 <= layer < layout.num_layers:
+        raise ValueError(f"{name}: layer {layer} is not in 0..{layout.num_layers - 1}")
+    stored: Stored = space[key]
+    return stored
 
 
 def slot_nbytes(count: int, heads: int, dim: int) -> tuple[int, int]:

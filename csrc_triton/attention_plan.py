@@ -310,6 +310,8 @@ def _common(lists: Lists, groups: Groups) -> Iterator[tuple[np.ndarray, int, int
     while waiting:
         members, first = waiting.pop()
         members = members[full[members] > first]
+        if len(members) < 2:
+            continue
         page = lists.ids[groups.seq[members], first * CHUNK]
         for alike in np.unique(page[_repeated(page)]):
             same = members[page == alike]

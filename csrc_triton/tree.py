@@ -332,7 +332,9 @@ def tree_attention(
                 f"tree_attention: q has {q.shape[0]} rows, expected one for each of {node_page.numel()} nodes"
             )
     if runs_kernel(q):
-        call = AttentionCall.of("tree_attention", q, arena, layout, layer, rope, scale, window, softcap, sinks, out)
+        call = AttentionCall.of(
+            "tree_attention", q, arena, layout, layer, rope, scale, window, softcap, sinks, out, space
+        )
         _launch(call, arena, table, space["tails"], cascade, space)
         return call.out
     view = layer_view(arena, layout, layer, workspace)
