@@ -77,7 +77,8 @@ class PageTable:
 
 
 def page_table(block_table: Tensor, lengths: Tensor) -> PageTable:
-    """An ordinary block table as page lists: block_table [B, E] int32 page ids, lengths [B] int32 tokens."""
+    """An ordinary block table as page lists on the host: block_table [B, E] int32 page ids, lengths [B] int32 tokens."""
+    block_table, lengths = block_table.cpu(), lengths.cpu()
     if block_table.ndim != 2 or lengths.shape != block_table.shape[:1]:
         raise ValueError(
             f"page_table: block_table {tuple(block_table.shape)} must be [B, E] and lengths {tuple(lengths.shape)} [B]"
@@ -491,7 +492,17 @@ def _device_plan(
         launches = zip(there[6::2], there[7::2], (True, False, False), (False, False, True), strict=True)
         space[key] = DevicePlan.of(plan.num_slots, lists, there, tuple(launches))
     made: DevicePlan = space[key]
+    check_workspace(call, made)
     return made
+
+
+def check_workspace(call: AttentionCall, made: DevicePlan) -> None:
+    """Refuse a workspace that was made for other rows."""
+    if len(made.position) != call.q.shape[0]:
+        raise ValueError(
+            f"{call.name}: the workspace is of a forward of {len(made.position)} rows, q has {call.q.shape[0]}; "
+            "take a new one for every forward"
+        )
 
 
 def check_lists(name: str, lists: Lists, num_ids: int, position: np.ndarray, rope: RopeTable) -> None:

@@ -158,8 +158,8 @@ def load_query(
 
 @constexpr_function
 def head_units(shape):
-    """Elements of Stored.data from a head to the next."""
-    return 64 * shape.dim if shape.codes == "" else 32 * (shape.dim + 4)
+    """Elements of Stored.data from a head to the next; a slot's codes and its scale of 4 bytes are two a word."""
+    return PAGE * shape.dim if shape.codes == "" else PAGE * (shape.dim + 4) // 2
 
 
 @jit

@@ -30,6 +30,7 @@ from csrc_triton.attention import (
     PageTable,
     check_attention,
     check_lists,
+    check_workspace,
     lists_of,
     places_ref,
     read_ref,
@@ -366,6 +367,7 @@ def _launch(
     if key not in space:
         space[key] = _device_plan(call, arena, table, found, cascade)
     made: DeviceTrees = space[key]
+    check_workspace(call, made.committed)
     slots = call.slots(made.committed.num_slots, space)
     for rows, items, is_whole, is_shared in made.committed.launches:
         call.run(rows, items, is_whole, is_shared, made.committed, slots)
