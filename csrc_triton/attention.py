@@ -77,7 +77,7 @@ class PageTable:
 
 
 def page_table(block_table: Tensor, lengths: Tensor) -> PageTable:
-    """An ordinary block table as page lists on the host: block_table [B, E] int32 page ids, lengths [B] int32 tokens."""
+    """A block table as page lists, on the host: block_table [B, E] int32 page ids, lengths [B] int32 tokens."""
     block_table, lengths = block_table.cpu(), lengths.cpu()
     if block_table.ndim != 2 or lengths.shape != block_table.shape[:1]:
         raise ValueError(
@@ -429,9 +429,14 @@ def _shape_of(q: Tensor, layout: KVLayout, rope: RopeTable | None, windowed: boo
     return _shape(q.shape[1] // heads, heads, layout.head_dim, turned, codes, dtype, windowed, capped, arch)
 
 
+def tile_kind(layout: KVLayout) -> str:
+    """Key of a tile table: bits of a stored number and the padded head dim. A key's NxK is the very dim, twice."""
+    return f"{8 * layout.dtype.itemsize}bit-{max(MIN_PART, 1 << (layout.head_dim - 1).bit_length())}"
+
+
 def tile_of(q: Tensor, layout: KVLayout, rows: int) -> launch.Tile:
-    kind = f"{8 * layout.dtype.itemsize}bit-{max(MIN_PART, 1 << (layout.head_dim - 1).bit_length())}"
-    return launch.tile_for(launch.arch_of(q), "attention", kind, 0, 0, rows)
+    dim = layout.head_dim
+    return launch.tile_for(launch.arch_of(q), "attention", tile_kind(layout), dim, dim, rows)
 
 
 def lists_of(table: PageTable) -> Lists:
