@@ -1,6 +1,6 @@
 """Every kernel compiled for sm_80 and sm_90 without a GPU, and what the design promises of it checked in the binary.
 
-    python tools/compile_check.py [--arch 90] [--only decode] [--json FILE] [--update]
+    python tools/compile_check.py [--arch 90] [--only attention] [--json FILE] [--update]
 
 A case is a launch of real host code with what its kernel may use. Registers, shared memory and instructions per
 weight are compared with tools/compile_limits.json as well: a regression fails, `--update` writes what was measured.
@@ -9,12 +9,18 @@ Instructions per weight: those in the main loop that turn codes into operands (D
 arithmetic, but no moves, integer adds or uniform instructions), less one FFMA or FADD per accumulator register and
 fold, over the weights that the loop turns, counted once however many warps turn them. Shifts and logic of addresses
 are counted in: a few in a hundred, and no compiler output tells them apart.
+
+Attention kernels owe the float operations of a tile of keys exactly (`PageLoop.operations`): each row goes through
+the same tree, whatever the rows of a tile.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -34,9 +40,15 @@ from rich.console import Console
 from rich.table import Table
 from triton.errors import TritonError
 
-from csrc_triton import qgemm, t64
+from csrc_triton import attention, qgemm, t64
+from csrc_triton.attention import page_table, paged_attention, tile_kind
+from csrc_triton.attention_plan import make_plan
+from csrc_triton.fused import rope_table
+from csrc_triton.launch import tile_for
+from csrc_triton.pages import FP8_ARCH, KVLayout, append_kv, commit_path, copy_pages
 from csrc_triton.qmatmul import lm_head_argmax, matmul, swiglu_matmul
 from csrc_triton.quant import GGUF, QTensor, dense, from_gguf, quantize
+from csrc_triton.tree import token_tree, tree_attention
 from csrc_triton.w8a8 import w8a8_matmul
 
 LIMITS_FILE = Path(__file__).with_name("compile_limits.json")
@@ -51,7 +63,70 @@ DEQUANT = frozenset(
 )
 CONVERSIONS = frozenset(("I2F", "I2FP", "I2I"))
 ATOMICS = frozenset(("ATOM", "ATOMG", "ATOMS", "RED", "REDG"))
+SUM_COLUMNS = 64  # of the product with ones that attention kernels sum a row's weights by
 MMA_OF = {("float", True): "HGMMA", ("float", False): "HMMA", ("int8", True): "IGMMA", ("int8", False): "IMMA"}
+
+
+@dataclass(frozen=True, slots=True)
+class PageLoop:
+    """What an attention kernel does with one tile of keys, a page or half of one."""
+
+    rows: int  # BLOCK_M
+    half: int  # pairs of a head, padded
+    part: int  # columns of a piece of values, padded
+    pieces: int  # of a value: two halves where pages hold codes
+    keys: int
+    element: str  # of what is copied: "bf16", "f16", "f32", or "i16" of two codes
+    copy_bytes: int = 16  # of a thread; fewer only where a head's halves start at no multiple of 16
+    buffers: int = 2  # tiles of keys and values in shared memory
+    capped: bool = False
+    warps: int = 4
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def tiles(self) -> list[tuple[int, int]]:
+        """Shapes in shared memory: keys as halves or as words of both, and values."""
+        return [(self.half, self.keys)] * (1 if self.element == "i16" else 2) + [(self.keys, self.part)]
+
+    @property
+    def tile_bytes(self) -> int:
+        return sum(a * b for a, b in self.tiles) * int(self.element.lstrip("bfi")) // 8
+
+    @property
+    def mma(self) -> int:
+        """Instructions of a warp: scores of both halves, row sums, values; 16 rows, 8 columns, 16 products each."""
+        scores = 2 * self.half // 16 * self.keys // 8
+        values = self.keys // 16 * (self.part * self.pieces + SUM_COLUMNS) // 8
+        return self.rows // 16 * (scores + values) // self.warps
+
+    @property
+    def repeated_mma(self) -> int:
+        """Those that ptxas may leave out, and does on sm_90: a warp's columns of the row sums repeat each other."""
+        return self.rows // 16 * self.keys // 16 * (SUM_COLUMNS // 8 // self.warps - 1)
+
+    @property
+    def operations(self) -> dict[str, int]:
+        """PTX of a thread. A score's row lies in four lanes of each warp: so many of its scores are a thread's own, two
+        steps go across lanes, and one per doubling across the warps, for all rows at once."""
+        rows = self.rows // 8
+        scores = rows * self.keys // (4 * self.warps)
+        pairs = self.rows * self.half // self.threads
+        columns = self.rows * (self.part * self.pieces + SUM_COLUMNS) // self.threads
+        across = int(math.log2(self.warps))
+        capped = scores * self.capped
+        return {
+            "ex2": scores + rows + capped,
+            "max": scores + 2 * rows + across,
+            "shfl": 2 * rows + across,
+            "fma": 2 * pairs + columns,
+            "mul": 2 * pairs + scores * (3 if self.pieces == 2 else 1) + capped,
+            "sub": pairs + scores + rows + capped,
+            "add": capped,
+            "div": capped,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +150,9 @@ class Case:
     ldsm: int = 0
     sts: int = 0  # outside the products
     wide_addresses: bool = True  # refuse 32-bit products of run-time values in addresses
+    loaded_products: int | None = None  # 32-bit products of loaded values in addresses, of slots and distances alone
     same_sums_as: str | None = None  # a case of the same architecture that folds a block by the same operations
+    pages: PageLoop | None = None  # of an attention kernel
 
     @property
     def label(self) -> str:
@@ -102,6 +179,15 @@ class Compiled:
     def loops(self) -> tuple[Loop, ...]:
         """The main loop; more than one where the compiler splits off a remainder."""
         return tuple(Loop(self, instructions) for instructions in self.program.main_loops)
+
+    @cached_property
+    def page_operations(self) -> Counter[str]:
+        return sass.ptx_counts(self.launch.asm["ptx"])
+
+    @cached_property
+    def page_loop(self) -> tuple[sass.Instruction, ...]:
+        """The loop over tiles of keys; float32 takes no MMA that would tell."""
+        return max(self.program.main_loops or self.program.loops, key=len)
 
     @cached_property
     def dots(self) -> list[ir.DotShape]:
@@ -284,7 +370,82 @@ def check_barrier(kernel: Compiled, case: Case) -> list[str]:
 
 
 def check_addresses(kernel: Compiled, case: Case) -> list[str]:
-    return ir.narrow_products(kernel.ttir.text) if case.wide_addresses else []
+    problems = ir.narrow_products(kernel.ttir.text) if case.wide_addresses else []
+    loaded = ir.loaded_products(kernel.ttir.text) if case.loaded_products is not None else []
+    return problems + (loaded if len(loaded) > (case.loaded_products or 0) else [])
+
+
+# ---- checks of attention kernels ---------------------------------------------------------------------
+
+
+def check_page_mma(kernel: Compiled, case: Case) -> list[str]:
+    """Products by warp, the warps side by side along the columns, and no more of them than the tile needs."""
+    pages = _pages(case)
+    if case.mma == "none":
+        return []
+    layouts = set(re.findall(r"#ttg\.nvidia_mma<\{(.*?)\}>", kernel.ttgir.text))
+    expected = rf"versionMajor = 2, .*warpsPerCTA = \[1, {pages.warps}\], instrShape = \[16, 8\]"
+    problems = [] if len(layouts) == 1 and re.match(expected, *layouts) else [f"MMA layouts {sorted(layouts)}"]
+    if "wgmma" in kernel.launch.asm["ptx"]:
+        problems.append("products by warpgroup")
+    if (found := kernel.page_operations["mma"]) != pages.mma:
+        problems.append(f"{found} products a warp and tile, expected {pages.mma}")
+    kinds = {i.name for i in kernel.program.instructions if i.is_mma}
+    count = sum(i.is_mma for i in kernel.page_loop)
+    if kinds != {"HMMA"} or not pages.mma - pages.repeated_mma <= count <= pages.mma:
+        problems.append(f"{count} {', '.join(sorted(kinds))} in the loop, expected {pages.mma} HMMA")
+    return problems
+
+
+def check_operations(kernel: Compiled, case: Case) -> list[str]:
+    """Float operations and shuffles of a tile are those of the law, which is the same for every row."""
+    if kernel.fingerprint.chains_blocks:
+        return ["a matrix product goes on from the tile before"]
+    if case.mma == "none":
+        return []
+    found = kernel.page_operations
+    wanted = _pages(case).operations
+    return [f"{found[name]} {name} a tile, expected {count}" for name, count in wanted.items() if found[name] != count]
+
+
+def check_buffers(kernel: Compiled, case: Case) -> list[str]:
+    """Several tiles of keys and values lie in shared memory, and the copies of all but one are in flight."""
+    pages = _pages(case)
+    shapes = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x(\d+)x(\d+)x(\w+),", kernel.ttgir.text)
+    enough = Counter(shape[1:] for shape in shapes if int(shape[0]) >= pages.buffers)
+    missing = Counter((str(a), str(b), pages.element) for a, b in pages.tiles) - enough
+    problems = [
+        f"fewer than {pages.buffers} buffers of {'x'.join(tile)} in shared memory: {sorted(shapes)}" for tile in missing
+    ]
+    if kernel.launch.shared < pages.buffers * pages.tile_bytes:
+        problems.append(f"{kernel.launch.shared} bytes of shared memory hold no {pages.buffers} tiles")
+    pending = ir.pending_copies(kernel.ttgir)
+    if pending < (pages.buffers - 1) * len(pages.tiles):
+        problems.append(f"{pending} copies in flight behind the loop's wait, expected {len(pages.tiles)} or more")
+    return problems
+
+
+def check_page_copies(kernel: Compiled, case: Case) -> list[str]:
+    """Keys and values come by asynchronous copies as wide as their rows allow; what is loaded plainly is counted."""
+    pages = _pages(case)
+    shapes = "|".join(f"{a}x{b}" for a, b in pages.tiles)
+    problems = ir.narrow_tiles(kernel.ttgir, shapes, pages.element, pages.copy_bytes)
+    count = sass.counts(kernel.page_loop)
+    wide = pages.tile_bytes // (16 * pages.threads)
+    if pages.copy_bytes == 16 and count["LDGSTS.128"] < wide:
+        problems.append(f"{count['LDGSTS.128']} 128-bit copies in the loop, fewer than the {wide} of keys and values")
+    for what, found, allowed in (
+        ("LDG", count["LDG"], case.plain_loads),
+        ("LDGSTS of fewer than 128 bits", count["LDGSTS"] - count["LDGSTS.128"], case.narrow_copies),
+    ):
+        if found > allowed:
+            problems.append(f"{found} {what} in the loop, more than {allowed}")
+    return problems
+
+
+def _pages(case: Case) -> PageLoop:
+    assert case.pages is not None
+    return case.pages
 
 
 CHECKS = (
@@ -297,6 +458,17 @@ CHECKS = (
     check_dequant,
     check_layout,
     check_barrier,
+    check_addresses,
+)
+ATTENTION_CHECKS = (
+    check_resources,
+    check_ptxas,
+    check_atomics,
+    check_page_mma,
+    check_operations,
+    check_buffers,
+    check_page_copies,
+    check_layout,
     check_addresses,
 )
 
@@ -316,7 +488,8 @@ class Result:
     blocks_per_sm: int  # occupancy
     mma: dict[str, int]  # of the main loop
     per_weight: float | None
-    counts: dict[str, int]  # instructions of the main loop
+    instructions: int  # of the main loop, or of a kernel without products
+    counts: dict[str, int]  # of these, by kind
     sums: str  # digest of the fingerprint
     problems: list[str]
 
@@ -340,9 +513,10 @@ def check(case: Case) -> Result:
     try:
         kernel = compiled(case)
     except TritonError as error:
-        return Result(case.name, case.arch, 0, 0, 0, 0, {}, None, {}, "", [f"{type(error).__name__}: {error}"])
-    loop = max(kernel.loops, key=lambda loop: loop.mma, default=None) if case.mma != "none" else None
-    count = loop.counts if loop else sass.counts(kernel.program.instructions)
+        return Result(case.name, case.arch, 0, 0, 0, 0, {}, None, 0, {}, "", [f"{type(error).__name__}: {error}"])
+    loop = max(kernel.loops, key=lambda loop: loop.mma, default=None) if case.mma != "none" and not case.pages else None
+    instructions = kernel.page_loop if case.pages else loop.instructions if loop else kernel.program.instructions
+    count = sass.counts(instructions)
     registers, shared, warps = kernel.resources.registers, kernel.launch.shared, kernel.launch.warps
     return Result(
         case.name,
@@ -353,9 +527,10 @@ def check(case: Case) -> Result:
         sass.occupancy(case.arch, registers, shared, warps),
         {name: count[name] for name in sass.MMA if count[name]},
         round(loop.per_weight, 3) if loop and case.per_weight is not None else None,
+        len(instructions),
         dict(sorted(count.items())),
         kernel.fingerprint.digest if kernel.fingerprint.block else "",
-        [problem for one in CHECKS for problem in one(kernel, case)],
+        [problem for one in (ATTENTION_CHECKS if case.pages else CHECKS) for problem in one(kernel, case)],
     )
 
 
@@ -478,6 +653,175 @@ def _written_out(fmt: str, segments: int) -> None:
         matmul(torch.zeros(4096, 1024, dtype=torch.bfloat16), weight(fmt, segments))
 
 
+# ---- attention and pages
+
+WORDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32, "int8": torch.int8}
+WORDS["fp8"] = torch.float8_e4m3fn
+KV_HEADS, RATIO = 2, 4
+DIMS = (64, 80, 128, 256)
+RARE_DIMS = (8, 32)
+VARIANTS = ("whole", "split", "shared")
+OPTIONAL = {"window": 64, "softcap": 50.0, "sinks": torch.zeros(KV_HEADS * RATIO)}
+
+
+def _padded(count: int, least: int) -> int:
+    return max(least, 1 << (count - 1).bit_length())
+
+
+def page_loop(word: str, dim: int, rows: int, *, capped: bool = False) -> PageLoop:
+    """Of a head's dim numbers in pages of a dtype."""
+    size = WORDS[word].itemsize
+    pieces = 2 if size == 1 else 1
+    return PageLoop(
+        rows,
+        half=_padded(dim // 2, 16),
+        part=_padded(dim // pieces, 32),
+        pieces=pieces,
+        keys=32 if dim > 128 else 64,
+        element={"fp16": "f16", "int8": "i16", "fp8": "i16"}.get(word, word),
+        copy_bytes=math.gcd(16, dim * size * pieces // 2),
+        buffers=1 if word == "f32" else 2,
+        capped=capped,
+    )
+
+
+def attention_case(variant: str, word: str, dim: int, arch: int, rows: int = 16, options: str = "") -> Case:
+    """A variant of the attention kernel, or "tail" of a tree; options: of OPTIONAL, by name."""
+    is_tail, codes = variant == "tail", WORDS[word].itemsize == 1
+    alike = f"attention {'whole' if variant in ('whole', 'tail') else 'split'} 16 {word} {dim}"
+    return Case(
+        f"attention {variant} {rows} {word} {dim} {options}".rstrip(),
+        arch,
+        "_tail_kernel" if is_tail else "_attention_kernel",
+        partial(_tree if is_tail else _attend, variant, word, dim, rows, options),
+        mma="none" if word == "f32" else "float",
+        sync=True,
+        # ids, spans, bases and scales; a tail has an id for each slot, small heads short turns
+        plain_loads=(48 if is_tail else 2) if word == "f32" else 1,
+        narrow_copies=52
+        if is_tail and word == "f32"
+        else 32
+        if is_tail
+        else 16
+        if dim in RARE_DIMS
+        else 8
+        if codes
+        else 4,
+        loaded_products=2 if is_tail else 1,
+        same_sums_as=alike,
+        pages=page_loop(word, dim, rows, capped="softcap" in options),
+    )
+
+
+def _attend(variant: str, word: str, dim: int, rows: int, options: str) -> None:
+    """Rows of three sequences over one chunk, which they have in common."""
+    layout, arena, q, rope = _paged(word, dim, 3 * _tokens(rows))
+    table = page_table(layout.page_ids([*range(1, 9), 0]).repeat(3, 1), torch.full((3,), 512, dtype=torch.int32))
+    cu_rows = torch.arange(4, dtype=torch.int32) * _tokens(rows)
+    row_pos = torch.arange(512 - _tokens(rows), 512, dtype=torch.int32).repeat(3)
+    longest = {"whole": 1, "split": 0, "shared": None}[variant]
+    with mock.patch.object(attention, "make_plan", partial(make_plan, longest_whole=longest)):
+        paged_attention(
+            q, arena, layout, 1, table, cu_rows, row_pos, rope,
+            scale=0.125, cascade=variant == "shared", **_chosen(options),
+        )  # fmt: skip
+
+
+def _tree(variant: str, word: str, dim: int, rows: int, options: str) -> None:
+    """A chain of nodes behind one full page."""
+    count = _tokens(rows)
+    layout, arena, q, rope = _paged(word, dim, count)
+    table = page_table(layout.page_ids([[1]]), torch.tensor([64], dtype=torch.int32))
+    page, slot = layout.page_ids([2]).repeat(count), torch.arange(count, dtype=torch.int32)
+    chain = token_tree(list(range(-1, count - 1)))
+    tree_attention(q, arena, layout, 1, table, [chain], page, slot, rope, scale=0.125, **_chosen(options))
+
+
+def _paged(word: str, dim: int, tokens: int) -> tuple[Any, ...]:
+    """Layout, arena of nine pages, queries and rope table."""
+    layout = KVLayout(2, KV_HEADS, dim, WORDS[word])
+    arena = torch.zeros(9 * layout.page_bytes, dtype=torch.uint8)
+    q = torch.zeros(tokens, KV_HEADS * RATIO, dim, dtype=WORDS[word] if WORDS[word].itemsize > 1 else torch.bfloat16)
+    return layout, arena, q, rope_table([1.0] * (dim // 2), 512)
+
+
+def _tokens(rows: int) -> int:
+    """Of a sequence, such that its tiles have so many rows."""
+    return 1 if rows == 16 else 5
+
+
+def _chosen(options: str) -> dict[str, Any]:
+    return {name: OPTIONAL[name] for name in options.split()}
+
+
+def _append(word: str, dim: int, rot_dim: int) -> None:
+    layout, arena, _, _ = _paged(word, dim, 1)
+    x = torch.zeros(2, KV_HEADS, dim, dtype=torch.bfloat16)
+    slot = torch.arange(2, dtype=torch.int32)
+    append_kv(x, x, arena, layout, 1, layout.page_ids([1, 2]), slot, slot, rope_table([1.0] * (rot_dim // 2), 512))
+
+
+def _copy() -> None:
+    layout, arena, _, _ = _paged("bf16", 128, 1)
+    copy_pages(arena, layout, layout.page_ids([1, 2]).tolist(), layout.page_ids([3, 4]).tolist())
+
+
+def _commit(word: str, dim: int) -> None:
+    layout, arena, _, _ = _paged(word, dim, 1)
+    commit_path(arena, layout, [(int(layout.page_ids(1)), 0)], [(int(layout.page_ids(2)), 0)])
+
+
+def attention_cases(arch: int) -> list[Case]:
+    """Every variant of 16-bit and int8 pages, one by turns of others; options, trees and what moves pages sampled."""
+    words = [word for word in WORDS if word != "fp8" or arch >= FP8_ARCH]
+    found, turn = [], 0
+    for word in words:
+        for dim in (*DIMS, *RARE_DIMS):
+            for rows in _row_tiles(arch, word, dim):
+                turn += 1
+                every = word in ("bf16", "int8") and dim in DIMS
+                for variant in VARIANTS if every else VARIANTS[turn % 3 :][:1]:
+                    found.append(attention_case(variant, word, dim, arch, rows))
+                if dim in (64, 128):
+                    found.append(attention_case("tail", word, dim, arch, rows))
+    for variant, word, dim, options in (
+        ("whole", "bf16", 128, "window"),
+        ("split", "bf16", 64, "softcap"),
+        ("shared", "int8", 128, "softcap sinks"),
+        ("whole", "fp16", 80, "window softcap sinks"),
+        ("tail", "bf16", 128, "window softcap"),
+    ):
+        found.append(attention_case(variant, word, dim, arch, options=options))
+    for word, dim, options in (("bf16", 128, ""), ("int8", 64, "sinks"), ("f32", 256, ""), ("bf16", 80, "sinks")):
+        launch = partial(_attend, "split", word, dim, 16, options)
+        name = f"attention fold {word} {dim} {options}".rstrip()
+        found.append(Case(name, arch, "_fold_kernel", launch, mma="none", loaded_products=0))
+    for word, dim, rot_dim in [(word, 128, 128) for word in words] + [("bf16", 80, 32), ("int8", 64, 64)]:
+        launch = partial(_append, word, dim, rot_dim)
+        found.append(
+            Case(f"append {word} {dim} rot {rot_dim}", arch, "_append_kernel", launch, mma="none", loaded_products=1)
+        )
+    found.append(Case("copy pages", arch, "_copy_kernel", _copy, mma="none", loaded_products=0))
+    for word, dim in (("bf16", 128), ("int8", 80), ("f32", 64)):
+        found.append(
+            Case(
+                f"commit {word} {dim}",
+                arch,
+                "_commit_kernel",
+                partial(_commit, word, dim),
+                mma="none",
+                loaded_products=2,
+            )
+        )
+    return found
+
+
+def _row_tiles(arch: int, word: str, dim: int) -> list[int]:
+    """BLOCK_M that the tile table has."""
+    kind = tile_kind(KVLayout(1, 1, dim, WORDS[word]))
+    return sorted({tile_for(arch, "attention", kind, dim, dim, rows).rows for rows in (16, 32)})
+
+
 def cases() -> list[Case]:
     """Every kernel at the tiles of its table, on sm_80 and sm_90."""
     found = []
@@ -537,7 +881,7 @@ def cases() -> list[Case]:
             )
             for rows in (16, 64, 2048)
         ]
-    return found
+    return found + [case for arch in ARCHS for case in attention_cases(arch)]
 
 
 def _check_number(number: int) -> Result:
@@ -553,7 +897,7 @@ def check_all(chosen: list[Case], jobs: int) -> list[Result]:
 
 
 def table(results: Iterable[Result]) -> Table:
-    columns = ("case", "arch", "regs", "shared", "blocks/SM", "products", "instr/weight", "loads", "sums", "")
+    columns = ("case", "arch", "regs", "shared", "blocks/SM", "loop", "products", "instr/weight", "loads", "sums", "")
     out = Table(*columns, title=f"kernels compiled by Triton {triton.__version__}")
     for r in results:
         loads = " ".join(
@@ -562,8 +906,8 @@ def table(results: Iterable[Result]) -> Table:
         products = " ".join(f"{count} {name}" for name, count in r.mma.items())
         weight = "" if r.per_weight is None else f"{r.per_weight:.2f}"
         verdict = "[red]fails" if r.problems else "[green]holds"
-        numbers = (str(r.registers), str(r.shared), str(r.blocks_per_sm), products, weight, loads, r.sums, verdict)
-        out.add_row(r.case, str(r.arch), *numbers)
+        numbers = (str(n) for n in (r.arch, r.registers, r.shared, r.blocks_per_sm, r.instructions))
+        out.add_row(r.case, *numbers, products, weight, loads, r.sums, verdict)
     return out
 
 

@@ -323,24 +323,36 @@ def pending_waits(module: Module) -> list[str]:
 
 def narrow_weights(module: Module) -> list[str]:
     """Loads of integer tiles in the main loops that are no asynchronous copies of 16 bytes a thread."""
+    return narrow_tiles(module, r"\d+x\d+", r"i\d+", 16)
+
+
+def narrow_tiles(module: Module, shape: str, element: str, least: int) -> list[str]:
+    """Loads of such tiles in the main loops that are no asynchronous copies of `least` bytes a thread."""
     found = []
     for loop in module.main_loops:
         for o in module.within(loop):
-            tile = re.search(r"tensor<\d+x\d+x!tt\.ptr<i(\d+)>", o.text)
+            tile = re.search(rf"tensor<(?:{shape})x!tt\.ptr<({element})>", o.text)
             if tile is None or o.name not in ("tt.load", "ttg.async_copy_global_to_local"):
                 continue
             run = re.search(r"contiguity = (\d+)", o.text)
-            width = int(run[1]) * int(tile[1]) // 8 if run else int(tile[1]) // 8
+            width = (int(run[1]) if run else 1) * int(tile[1].lstrip("bfi")) // 8
             if o.name == "tt.load":
-                found.append(f"{o.location}: weights loaded without an asynchronous copy")
-            elif width < 16:
-                found.append(f"{o.location}: weights copied by {width} bytes")
+                found.append(f"{o.location}: loaded without an asynchronous copy")
+            elif width < least:
+                found.append(f"{o.location}: copied by {width} bytes")
     return found
+
+
+def pending_copies(module: Module) -> int:
+    """Groups of asynchronous copies that a wait of the main loops lets run on, the fewest."""
+    texts = (o.text for loop in module.main_loops for o in module.within(loop) if o.name == "ttg.async_wait")
+    return min((int(re.search(r"num = (\d+)", text)[1]) for text in texts), default=0)
 
 
 # ---- addresses ---------------------------------------------------------------------------------------
 
 
+BOUNDED = {"arith.minsi", "arith.minui", "arith.remsi", "arith.remui", "arith.andi"}  # by a constant operand
 OFFSET_STEPS = TRANSPARENT | {"arith.addi", "arith.subi", "arith.extsi", "arith.extui"}
 
 
@@ -353,9 +365,28 @@ def narrow_products(ttir: str) -> list[str]:
     bits is an index, not an offset.
     """
     module = Module(ttir)
+    return sorted(
+        _product(o)
+        for o in _offset_products(module)
+        if all(_at_run_time(module, value) for value in o.operands) and _varies(module, o.result)
+    )
+
+
+def loaded_products(ttir: str) -> list[str]:
+    """Where an element's offset is a 32-bit product, of a constant too, of a value that was loaded and is not bounded
+    by a constant: a page's id passes 2^31 bytes, its slot does not."""
+    module = Module(ttir)
+    return sorted(_product(o) for o in _offset_products(module) if any(_loaded(module, v) for v in o.operands))
+
+
+def _product(operation: Operation) -> str:
+    return f"{operation.location}: {operation.result} = {' * '.join(operation.operands)} in 32 bits"
+
+
+def _offset_products(module: Module) -> Iterator[Operation]:
+    """The 32-bit products that elements' offsets are sums of."""
     todo = [o.operands[1] for o in module.operations if o.name == "tt.addptr"]
     reached: set[str] = set()
-    found = set()
     while todo:
         value = todo.pop()
         if value in reached:
@@ -366,11 +397,9 @@ def narrow_products(ttir: str) -> list[str]:
         if operation is None:
             continue
         if operation.name == "arith.muli" and _element(operation.type) == "i32":
-            if all(_at_run_time(module, o) for o in operation.operands) and _varies(module, value):
-                found.add(f"{operation.location}: {value} = {' * '.join(operation.operands)} in 32 bits")
+            yield operation
         elif operation.name in OFFSET_STEPS or operation.name == "arith.muli":
             todo.extend(operation.operands)
-    return sorted(found)
 
 
 def _at_run_time(module: Module, value: str, inside: frozenset[str] = frozenset()) -> bool:
@@ -383,9 +412,19 @@ def _at_run_time(module: Module, value: str, inside: frozenset[str] = frozenset(
         return True  # an argument, a loop's counter or what it carries
     if operation.name in ("arith.constant", "tt.make_range"):
         return False
-    every = operation.name in ("arith.minsi", "arith.minui", "arith.remsi", "arith.remui", "arith.andi")
+    every = operation.name in BOUNDED
     known = [_at_run_time(module, o, inside | {value}) for o in operation.operands]
     return not known or (all(known) if every else any(known))
+
+
+def _loaded(module: Module, value: str) -> bool:
+    """Whether a value comes from memory and is not bounded by a constant."""
+    operation = module.definition.get(value.split("#")[0])
+    if operation is None or operation.name == "tt.load":
+        return operation is not None
+    values = operation.operands[operation.name == "arith.select" :]
+    known = [_loaded(module, o) for o in values]
+    return all(known) if operation.name in BOUNDED else any(known)
 
 
 def _varies(module: Module, value: str, inside: frozenset[str] = frozenset()) -> bool:

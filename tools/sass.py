@@ -149,6 +149,18 @@ def counts(instructions: Iterable[Instruction]) -> Counter[str]:
     return found
 
 
+def ptx_counts(ptx: str) -> Counter[str]:
+    """Float32 and matrix operations and shuffles, by first name, in the shortest loop of PTX that holds an MMA: the way
+    through an iteration that leaves out what only some of them do."""
+    lines = [line.strip() for line in ptx.splitlines()]
+    labels = {found[1]: n for n, line in enumerate(lines) if (found := re.match(r"(\$\w+):", line))}
+    ends = ((n, re.search(r"\bbra\S*\s+(\$\w+);", line)) for n, line in enumerate(lines))
+    loops = [lines[labels[found[1]] : n] for n, found in ends if found and labels[found[1]] < n]
+    busy = [loop for loop in loops if any("mma.sync" in line for line in loop)]
+    names = (re.match(r"(?:@!?%p\d+ )?\{?\s*([a-z]\w*)\S*", line) for line in min(busy, key=len, default=[]))
+    return Counter(n[1] for n in names if n and (n[0].endswith(".f32") or n[1] == "shfl"))
+
+
 def resources(cubin: bytes) -> Resources:
     listing = _cuobjdump(cubin, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", listing)
