@@ -1,7 +1,8 @@
-"""What the benches share: weights made up in place, CUDA-graph timing with cold weights, the machine, and tables.
+"""What the benches share: made-up weights and pages, CUDA-graph timing with cold weights, the machine, and tables.
 
 A kernel that reads its weight from L2 is not the kernel that decodes a model, so every timing goes round through
-copies of the weight that together are larger than L2, in one CUDA graph, and gives the median of its replays.
+copies of the weight, or layers of pages, that together are larger than L2, in one CUDA graph, and gives the median of
+its replays.
 """
 
 from __future__ import annotations
@@ -14,22 +15,27 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from csrc_triton import t64
+from csrc_triton import launch, t64
+from csrc_triton.attention import PageTable, page_table, paged_attention
+from csrc_triton.attention_plan import PAGE
+from csrc_triton.fused import RopeTable, rope_table
+from csrc_triton.pages import KVLayout
 from csrc_triton.quant import GGUF, QTensor, dense, from_gguf, num_segments, quantize
 
 ROOT = Path(__file__).resolve().parents[1]
 MIN_COPIES, MAX_COPIES = 16, 512
-MIN_CALLS = 64  # of one graph, so that starting it does not count
+MIN_CALLS, GRAPH_SECONDS = 64, 0.02  # of one graph at least, so that starting it does not count
 MIN_REPLAYS, REPLAY_SECONDS = 7, 0.1
 
 Call = Callable[[], object]
@@ -143,6 +149,100 @@ def num_copies(nbytes: int, l2_bytes: int) -> int:
     return min(max(MIN_COPIES, -(-2 * l2_bytes // max(nbytes, 1))), MAX_COPIES)
 
 
+# ---- sequences -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Sequences in an arena of their own; all layers have the same page lists."""
+
+    layout: KVLayout
+    arena: Tensor
+    table: PageTable  # in host memory
+    lengths: tuple[int, ...]
+    spare: Tensor  # ids of pages that are in no list
+    rope: RopeTable
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys, values and scales of a token in one layer."""
+        return 2 * self.layout.num_kv_heads * self.layout.head_bytes // PAGE
+
+    def lists(self, parts: Sequence[tuple[int, int, int]]) -> PageTable:
+        stops = torch.tensor([stop for _, _, stop in parts], dtype=torch.int32)
+        return page_table(self.table.ids[[s for s, _, _ in parts]], stops)
+
+    def attend(self, q: Tensor, parts: Sequence[tuple[int, int, int]], layer: int = 0, **options: Any) -> Tensor:
+        """Rows at positions start to stop of sequences whose lists end there; parts: (sequence, start, stop)."""
+        return paged_attention(
+            *(q, self.arena, self.layout, layer, self.lists(parts), *rows_at(parts), self.rope),
+            **{"scale": self.layout.head_dim**-0.5, **options},
+        )
+
+
+def rows_at(parts: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
+    """cu_rows and row_pos of rows at positions start to stop of sequences."""
+    counts = torch.tensor([0, *(stop - start for _, start, stop in parts)])
+    positions = [torch.arange(start, stop, dtype=torch.int32) for _, start, stop in parts]
+    return counts.cumsum(0).int(), torch.cat(positions)
+
+
+def made_up_pages(
+    lengths: Sequence[int],
+    kv_heads: int,
+    dim: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    layers: int = 1,
+    shared: int = 0,
+    spare: int = 0,
+    device: torch.device | str = "cpu",
+    seed: int | None = 0,
+) -> Pages:
+    """Sequences whose first `shared` pages are the same ones, in shuffled pages of numbers near 1; without a seed the
+    arena is left as it is."""
+    own = [max(0, -(-length // PAGE) - shared) for length in lengths]
+    count = 1 + shared + sum(own) + spare  # the first is the zeros
+    layout = KVLayout(layers, kv_heads, dim, dtype, pages_per_superblock=count)
+    arena = torch.empty(count * layout.page_bytes, dtype=torch.uint8, device=device)
+    if seed is not None:
+        _fill(arena, layout, count, seed)
+    order = 1 + torch.randperm(count - 1, generator=torch.Generator().manual_seed(seed or 0))
+    ids = layout.page_ids(order)
+    table = torch.zeros(len(lengths), max(1, *(shared + n for n in own)), dtype=torch.int32)
+    table[:, :shared] = ids[:shared]
+    for s, (pages, end) in enumerate(zip(own, torch.tensor(own).cumsum(0).tolist(), strict=True)):
+        table[s, shared : shared + pages] = ids[shared + end - pages : shared + end]
+    lists = page_table(table, torch.tensor(lengths, dtype=torch.int32))
+    inv_freq = [10000 ** (-2 * j / dim) for j in range(dim // 2)]
+    rope = rope_table(inv_freq, max(*lengths, 2 * PAGE))
+    rope = replace(rope, cos=rope.cos.to(device), sin=rope.sin.to(device))
+    return Pages(layout, arena, lists, tuple(lengths), ids[shared + sum(own) :], rope)
+
+
+def _fill(arena: Tensor, layout: KVLayout, count: int, seed: int) -> None:
+    gen = torch.Generator(arena.device).manual_seed(seed)
+    if not layout.scaled:
+        arena.view(layout.dtype).normal_(generator=gen)
+        arena[: layout.block_bytes] = 0
+        return
+    if layout.dtype == torch.int8:
+        arena.view(torch.int8).random_(-127, 128, generator=gen)
+    else:  # without those of NaN
+        arena.random_(0, 0x7F, generator=gen)
+        arena.bitwise_or_(torch.empty_like(arena).random_(0, 2, generator=gen) << 7)
+    ids = layout.page_ids(list(range(count))).long().to(arena.device)
+    for layer in range(layout.num_layers):
+        scales = layout.scales(arena, layer)
+        fresh = torch.rand(count, *scales.shape[1:], generator=gen, device=arena.device)
+        scales[ids] = (fresh + 0.5) / 70
+
+
+def num_layers(nbytes: int, least: int = 500 << 20) -> int:
+    """Layers of so many bytes that together are as many as a model's, and more than L2."""
+    return max(1, -(-least // max(nbytes, 1)))
+
+
 # ---- timing ------------------------------------------------------------------------------------------
 
 
@@ -153,9 +253,10 @@ def graph_us(calls: Sequence[Call], *, seconds: float = REPLAY_SECONDS) -> float
     with torch.cuda.stream(side):
         for call in calls:  # compiles, and allocates what is kept
             call()
+        once = _event_ms(calls[0]) / 1e3
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    rounds = max(1, -(-MIN_CALLS // len(calls)))
+    rounds = max(1, math.ceil(min(MIN_CALLS, GRAPH_SECONDS / once) / len(calls)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(rounds):
@@ -178,6 +279,20 @@ def _event_ms(run: Call) -> float:
     last.record()
     last.synchronize()
     return first.elapsed_time(last)
+
+
+def recorded(call: Call) -> list[Call]:
+    """The launches of our kernels that a call makes, to be made again without its work on the host."""
+    launches: list[Call] = []
+    run = launch.Kernel.run
+
+    def note(kernel: Any, *args: Any, **options: Any) -> Any:
+        launches.append(lambda: run(kernel, *args, **options))
+        return run(kernel, *args, **options)
+
+    with mock.patch.object(launch.Kernel, "run", note):
+        call()
+    return launches
 
 
 def copy_gbs(nbytes: int = 2**30) -> float:
@@ -207,7 +322,7 @@ def environment() -> dict[str, Any]:
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "python": platform.python_version(),
-        "versions": {name: installed(name) for name in ("torch", "triton", "gemlite", "humming-kernels")},
+        "versions": {name: installed(name) for name in ("torch", "triton", "gemlite", "humming-kernels", "vllm")},
         "commit": _first_line("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
         "gpu": None,
     }

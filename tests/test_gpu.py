@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from checks import assert_no_worse, assert_same_bits, random_weight
 from torch import Tensor
 
-from csrc_triton import qgemm, t64
+from csrc_triton import attention, launch, qgemm, t64
+from csrc_triton.attention import PageTable, page_table, paged_attention, paged_attention_ref, read_ref
+from csrc_triton.attention_plan import PAGE, make_plan
 from csrc_triton.cpu import pack as pack_for_cpu
-from csrc_triton.fused import add_rmsnorm, argmax, quantize_rows, rmsnorm, rmsnorm_ref, swiglu, swiglu_ref, top_k
+from csrc_triton.cpu_attention import Workspace
+from csrc_triton.fused import (
+    RopeTable,
+    add_rmsnorm,
+    argmax,
+    quantize_rows,
+    rmsnorm,
+    rmsnorm_ref,
+    rope_table,
+    swiglu,
+    swiglu_ref,
+    top_k,
+)
 from csrc_triton.launch import kernels_on_cpu
 from csrc_triton.linear import QLinear
+from csrc_triton.pages import KVLayout, append_kv, append_kv_ref, commit_path, copy_pages
 from csrc_triton.qgemm import prefill_gemm
 from csrc_triton.qmatmul import (
     dequant_matmul,
@@ -25,8 +44,10 @@ from csrc_triton.qmatmul import (
     swiglu_matmul,
 )
 from csrc_triton.quant import QTensor, dense, quantize
+from csrc_triton.tree import rotation_slots, token_tree, tree_attention, tree_attention_ref
 from csrc_triton.w8a8 import w8a8_matmul
 
+DEVICE = "cuda"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FORMATS = ("q4 128", "q4", "q4 zero", "q8", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "dense")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -171,3 +192,304 @@ def test_a_layer() -> None:
             assert_same_bits(layer(x[m : m + 1]), y[m : m + 1])
         compiled = torch.compile(layer)
         assert_same_bits(compiled(x), y)
+
+
+# ---- attention and pages -----------------------------------------------------------------------------
+
+LENGTHS = (1, 63, 64, 65, 511, 512, 513, 1328, 2011)
+# of rows whose queries, weights and results are rounded once each, against float64 of what is stored
+TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+GEOMETRIES = ((4, 4, 64), (8, 2, 128), (5, 1, 80), (9, 3, 96), (14, 2, 64), (32, 8, 128), (8, 2, 256), (4, 2, 8))
+PAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn)
+
+
+def rope_of(rot_dim: int, factor: float = 1.0, device: str = DEVICE) -> RopeTable:
+    made = rope_table([10000 ** (-2 * j / rot_dim) for j in range(rot_dim // 2)], 4096, factor=factor)
+    return replace(made, cos=made.cos.to(device), sin=made.sin.to(device))
+
+
+@dataclass
+class Stored:
+    """Sequences as append_kv stores them, every other byte of the arena of NaNs, and a query for every token."""
+
+    q: list[Tensor]  # [L, Hq, D]
+    k: list[Tensor]  # [L, Hkv, D]
+    v: list[Tensor]
+    ids: Tensor  # [B, E]
+    spare: list[int]  # pages that are nobody's
+    arena: Tensor
+    layout: KVLayout
+    rope: RopeTable
+
+    def call(self, *parts: tuple[int, int, int]) -> tuple[Tensor, PageTable, Tensor, Tensor]:
+        """Rows start to stop of sequences, each seeing the tokens before stop."""
+        q = torch.cat([self.q[s][start:stop] for s, start, stop in parts])
+        stops = torch.tensor([stop for _, _, stop in parts], dtype=torch.int32)
+        counts = torch.tensor([0, *(stop - start for _, start, stop in parts)])
+        at = torch.cat([torch.arange(start, stop) for _, start, stop in parts])
+        return q, page_table(self.ids[[s for s, _, _ in parts]], stops), counts.cumsum(0).int(), at.int()
+
+    def run(self, *parts: tuple[int, int, int], **options: Any) -> list[Tensor]:
+        q, *rest = self.call(*parts)
+        y = paged_attention(q, self.arena, self.layout, 0, *rest, self.rope, **{"scale": q.shape[2] ** -0.5, **options})
+        return list(y.split([stop - start for _, start, stop in parts]))
+
+    def exact(self, *parts: tuple[int, int, int], **options: Any) -> Tensor:
+        q, *rest = self.call(*parts)
+        scale = q.shape[2] ** -0.5
+        arena, rope = self.arena.cpu(), on_cpu(self.rope)
+        return paged_attention_ref(q.cpu(), arena, self.layout, 0, *rest, rope, scale=scale, by_kernels=True, **options)
+
+    @property
+    def ends(self) -> list[tuple[int, int, int]]:
+        """Up to 130 rows at the end of every sequence."""
+        return [(s, max(0, len(q) - 130), len(q)) for s, q in enumerate(self.q)]
+
+
+def on_cpu(rope: RopeTable) -> RopeTable:
+    return replace(rope, cos=rope.cos.cpu(), sin=rope.sin.cpu())
+
+
+def stored(
+    lengths: Sequence[int],
+    heads: tuple[int, int, int] = (8, 2, 128),
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    rope: RopeTable | None = None,
+    shared: int = 0,
+    spare: int = 0,
+    layers: int = 1,
+    device: str = DEVICE,
+) -> Stored:
+    """shared: pages that all sequences begin with. Keys and values of all layers are the same."""
+    hq, hkv, dim = heads
+    own = [-(-n // PAGE) - shared for n in lengths]
+    count = 1 + shared + sum(own) + spare
+    layout = KVLayout(layers, hkv, dim, dtype, pages_per_superblock=count)
+    arena = torch.full((count * layout.page_bytes,), 255, dtype=torch.uint8, device=device)
+    arena[: layout.block_bytes] = 0
+    free = layout.page_ids(1 + torch.randperm(count - 1)).tolist()
+    common = [free.pop() for _ in range(shared)]
+    ids = torch.zeros(len(lengths), shared + max(own), dtype=torch.int32)
+    for s, pages in enumerate(own):
+        ids[s, : shared + pages] = torch.tensor([*common, *(free.pop() for _ in range(pages))], dtype=torch.int32)
+    kept = torch.bfloat16 if layout.scaled else dtype
+    q = [torch.randn(n, hq, dim, device=device).to(kept) for n in lengths]
+    k, v = ([torch.randn(n, hkv, dim, device=device).to(kept) for n in lengths] for _ in range(2))
+    made = Stored(q, k, v, ids, free, arena, layout, rope or rope_of(dim, device=device))
+    for s, length in enumerate(lengths):
+        first = shared * PAGE if s else 0
+        k[s][:first], v[s][:first] = k[0][:first], v[0][:first]
+        at = torch.arange(first, length, dtype=torch.int32)
+        for layer in range(layers):
+            append(made, k[s][first:], v[s][first:], ids[s][at.long() // PAGE], at % PAGE, layer)
+    return made
+
+
+def append(
+    made: Stored, k: Tensor, v: Tensor, page: Tensor, slot: Tensor, layer: int = 0, rot_slot: Tensor | None = None
+) -> None:
+    append_kv(k, v, made.arena, made.layout, layer, page, slot, slot if rot_slot is None else rot_slot, made.rope)
+
+
+def assert_close_rows(y: Tensor, exact: Tensor, what: str = "") -> None:
+    error = (y.double().cpu() - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1).clamp_min(1e-30)
+    assert error.max() <= TOLERANCE[y.dtype], f"{what}: relative error {float(error.max()):.2g}"
+
+
+def skip_without_fp8(dtype: torch.dtype) -> None:
+    if dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("float8_e4m3fn needs sm_89")
+
+
+@pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=str)
+@pytest.mark.parametrize("heads", GEOMETRIES, ids=str)
+def test_attention_values(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    skip_without_fp8(dtype)
+    made = stored(LENGTHS, heads, dtype)
+    parts = [(s, max(0, n - 2), n) for s, n in enumerate(LENGTHS)]
+    assert_close_rows(torch.cat(made.run(*parts)), made.exact(*parts))
+
+
+@pytest.mark.parametrize("options", [{"window": 1}, {"window": 64}, {"window": 128}, {"softcap": 5.0}, {"sinks": True}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_attention_variants(options: dict[str, Any], dtype: torch.dtype) -> None:
+    if "sinks" in options:
+        options = {"sinks": torch.randn(8, device=DEVICE)}
+    made = stored((65, 513, 1328), dtype=dtype, rope=rope_of(64, 1.2))
+    parts = [(0, 60, 65), (1, 510, 513), (2, 1327, 1328)]
+    y, on_host = torch.cat(made.run(*parts, **options)), {k: v.cpu() if k == "sinks" else v for k, v in options.items()}
+    assert_close_rows(y, made.exact(*parts, **on_host))
+
+
+@pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=str)
+def test_what_is_stored(dtype: torch.dtype) -> None:
+    skip_without_fp8(dtype)
+    made = stored((100,), (4, 2, 96), dtype, rope=rope_of(64, 1.3))
+    at = torch.arange(100)
+    page, slot = made.ids[0][at // PAGE].long(), at % PAGE
+    found = read_ref(made.arena.cpu(), made.layout, 0, page, slot, on_cpu(made.rope), True)
+    exact = append_kv_ref(made.k[0].cpu(), made.v[0].cpu(), slot, on_cpu(made.rope))
+    for x, y in zip(found, exact, strict=True):
+        step = {torch.float32: 2.0**-22, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}.get(dtype)
+        allowed = y.abs() * step if step else y.abs().amax(-1, keepdim=True) / (200 if dtype == torch.int8 else 20)
+        assert ((x - y).abs() <= allowed + 1e-6).all()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=str)
+def test_attention_bits_in_any_company(dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, in a batch, in a chain, in chunks of a prompt; chunks split or folded; again and again."""
+    skip_without_fp8(dtype)
+    made = stored(LENGTHS, (8, 2, dim), dtype)
+    whole = made.run(*made.ends)
+    assert len(torch.cat(whole).unique()) > 1000
+    assert_close_rows(whole[7][-2:], made.exact((7, LENGTHS[7] - 2, LENGTHS[7])))
+    for count in (1, 2, 5, 8, 16, 64, 100):
+        for (s, first, end), expected in zip(made.ends, whole, strict=True):
+            for start in {first, (first + end) // 2, max(first, end // PAGE * PAGE - 1), max(first, end - count)}:
+                stop = min(start + count, end)
+                (y,) = made.run((s, start, stop))
+                assert_same_bits(y, expected[start - first : stop - first], f"rows {start} to {stop} of {end}")
+    for a, b in zip(made.run(*made.ends[::-1]), whole[::-1], strict=True):
+        assert_same_bits(a, b)
+    for longest in (0, 2, 10**9):
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "make_plan", partial(make_plan, longest_whole=longest))
+            assert_same_bits(torch.cat(made.run(*made.ends)), torch.cat(whole), f"whole up to {longest}")
+    for _ in range(10):
+        assert_same_bits(torch.cat(made.run(*made.ends)), torch.cat(whole))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_attention_bits_at_every_tile(dtype: torch.dtype) -> None:
+    made = stored(LENGTHS, dtype=dtype)
+    whole = torch.cat(made.run(*made.ends))
+    arch = launch.arch_of(made.arena)
+    for rows in (16, 32):
+        for stages in (2, 3, 5):
+            entry = {"rows": rows, "cols": 64, "warps": 4, "stages": stages}
+            with launch.tiles_from({"arch": arch, "tiles": {"attention": {"16": entry}}}):
+                assert_same_bits(torch.cat(made.run(*made.ends)), whole, str(entry))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_cascade_on_or_off(dtype: torch.dtype) -> None:
+    lengths = (1100, 1030, 1026, 1500, 2100)
+    made = stored(lengths, dtype=dtype, shared=16)
+    for rows in (1, 5, 80):
+        parts = [(s, max(0, n - rows), n) for s, n in enumerate(lengths)]
+        on, off = made.run(*parts, cascade=True), made.run(*parts, cascade=False)
+        assert_same_bits(torch.cat(on), torch.cat(off), f"{rows} rows")
+    assert_close_rows(on[0][-2:], made.exact((0, lengths[0] - 2, lengths[0])))
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 63, 64, 448, 470, 505, 511, 512, 1328])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_a_node_is_decoding_of_its_path(dtype: torch.dtype, prefix: int) -> None:
+    """Keys of siblings are large: a mask that leaked would show."""
+    made, rng, count = stored((max(prefix, 1), 700), dtype=dtype, spare=8), random.Random(prefix), 24
+    prefixes = (prefix, 700)
+    parents = [[rng.randint(max(-1, i - rng.choice((1, 2, 8))), i - 1) for i in range(count)] for _ in prefixes]
+    trees = [token_tree(parent) for parent in parents]
+    table = page_table(made.ids, torch.tensor(prefixes, dtype=torch.int32))
+    q, k, v = (torch.randn(2 * count, h, 128, device=DEVICE).bfloat16() for h in (8, 2, 2))
+    k = 3 * k
+    page = torch.tensor([made.spare[s] for s in (0, 1) for _ in range(count)], dtype=torch.int32)
+    slot = torch.stack([torch.randperm(PAGE)[:count] for _ in prefixes]).flatten().int()
+    append(made, k, v, page, slot, rot_slot=rotation_slots(table, trees))
+    options: dict[str, Any] = {"scale": 128**-0.5}
+    y = tree_attention(q, made.arena, made.layout, 0, table, trees, page, slot, made.rope, **options)
+    exact = tree_attention_ref(
+        *(q.cpu(), made.arena.cpu(), made.layout, 0, table, parents, page, slot, on_cpu(made.rope)),
+        **options,
+        by_kernels=True,
+    )
+    assert_close_rows(y, exact)
+    for s, length in enumerate(prefixes):
+        full = length // PAGE
+        for path in trees[s].paths:
+            nodes = s * count + torch.from_numpy(path[path >= 0]).long()
+            stop = length + len(nodes)
+            ids = torch.tensor([[*made.ids[s, :full].tolist(), *made.spare[2 : 2 + -(-stop // PAGE) - full]]]).int()
+            if length % PAGE:
+                copy_pages(made.arena, made.layout, int(made.ids[s, full]), int(ids[0, full]))
+            at = torch.arange(length, stop, dtype=torch.int32)
+            append(made, k[nodes], v[nodes], ids[0][at.long() // PAGE], at % PAGE)
+            lists = page_table(ids, torch.tensor([stop], dtype=torch.int32))
+            cu_rows = torch.tensor([0, len(nodes)], dtype=torch.int32)
+            plain = paged_attention(q[nodes], made.arena, made.layout, 0, lists, cu_rows, at, made.rope, **options)
+            assert_same_bits(y[nodes], plain, f"prefix {length}, path {nodes.tolist()}")
+
+
+@pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=str)
+def test_pages_and_rows_that_move(dtype: torch.dtype) -> None:
+    skip_without_fp8(dtype)
+    made = stored((500, 130), dtype=dtype, layers=3, spare=20)
+    parts = [(s, len(q) - 3, len(q)) for s, q in enumerate(made.q)]
+    before = torch.cat(made.run(*parts))
+    used = made.ids > 0
+    src, dst = made.ids[used].tolist(), made.spare[: int(used.sum())]
+    copy_pages(made.arena, made.layout, src, dst)
+    blocks = made.layout.blocks(made.arena)
+    assert torch.equal(blocks[dst], blocks[src])
+    there = replace(made, ids=made.ids.masked_scatter(used, torch.tensor(dst, dtype=torch.int32)))
+    assert_same_bits(torch.cat(there.run(*parts)), before)
+    fresh = made.spare[-1]
+    rows = [(int(made.ids[0, i]), 5 * i) for i in range(7)]
+    commit_path(made.arena, made.layout, rows, [(fresh, 60 - i) for i in range(7)])
+    for layer in range(3):
+        for part in (made.layout.view, *([made.layout.scales] if made.layout.scaled else [])):
+            x = part(made.arena, layer)
+            for i, (page, slot) in enumerate(rows):
+                same = x[page, :, :, slot].float().nan_to_num(7.0), x[fresh, :, :, 60 - i].float().nan_to_num(7.0)
+                assert torch.equal(*same)
+
+
+def test_offsets_beyond_31_bits() -> None:
+    """Pages whose elements, and bytes, lie further than 2^31 into the arena."""
+    near = stored((700,), (32, 8, 128))
+    layout = replace(near.layout, pages_per_superblock=1)
+    count = 2**32 // layout.block_bytes + 64
+    if torch.cuda.mem_get_info()[0] < 1.2 * count * layout.block_bytes:
+        pytest.skip("too little free memory")
+    arena = torch.empty(count * layout.block_bytes, dtype=torch.uint8, device=DEVICE)
+    arena[: near.arena.numel()] = near.arena
+    ids = layout.page_ids(torch.arange(count - near.ids.numel(), count))
+    far = replace(near, arena=arena, layout=layout)
+    copy_pages(arena, layout, near.ids[0].tolist(), ids.tolist())
+    expected = torch.cat(near.run((0, 600, 700)))
+    far.ids = ids[None]
+    assert_same_bits(torch.cat(far.run((0, 600, 700))), expected)
+    at = torch.arange(700, dtype=torch.int32)
+    arena[ids.long().min() * 4096 :] = 0
+    append(far, far.k[0], far.v[0], ids[at.long() // PAGE], at % PAGE)
+    assert_same_bits(torch.cat(far.run((0, 600, 700))), expected)
+    commit_path(arena, layout, [(int(near.ids[0, 1]), 3)], [(int(ids[-1]), 63)])
+    view = layout.view(arena, 0)
+    assert torch.equal(view[int(ids[-1]), :, :, 63], view[int(near.ids[0, 1]), :, :, 3])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_on_a_device_that_is_not_current() -> None:
+    made = stored((700, 65))
+    expected = torch.cat(made.run(*made.ends))
+    rope = replace(made.rope, cos=made.rope.cos.to("cuda:1"), sin=made.rope.sin.to("cuda:1"))
+    there = replace(made, q=[q.to("cuda:1") for q in made.q], arena=made.arena.to("cuda:1"), rope=rope)
+    assert torch.cuda.current_device() == 0
+    assert_same_bits(torch.cat(there.run(*made.ends)).to("cuda:0"), expected)
+
+
+def test_attention_in_a_graph() -> None:
+    """A workspace made before holds the plan; other queries replay over it."""
+    made, space = stored((700, 65, 512)), Workspace()
+    q, *rest = made.call(*((s, len(q) - 1, len(q)) for s, q in enumerate(made.q)))
+    run = partial(paged_attention, q, made.arena, made.layout, 0, *rest, made.rope, scale=128**-0.5)
+    expected = run(workspace=space)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(workspace=space)
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    assert_same_bits(y, run())
+    assert not torch.equal(y, expected)

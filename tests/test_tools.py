@@ -16,23 +16,27 @@ import torch
 pytest.importorskip("triton.language")
 
 import autotune
+import bench_attention
 import bench_matmul
 import compile_check
 import gpu_run
 import harness
 import roofline
 import sass
-from autotune import TUNABLES, Trial, Tunable
+from autotune import ATTENTION, TUNABLES, Trial, Tunable
+from interpreter import interpreted
 from roofline import GPUS, Kernel, Launch, bytes_in_flight, predict
 from typer.testing import CliRunner
 
-from csrc_triton import launch, t64
-from csrc_triton.launch import TILES, Tile
+from csrc_triton import attention, launch, t64
+from csrc_triton.attention_plan import PAGE
+from csrc_triton.launch import TILES, Tile, kernels_on_cpu
 from csrc_triton.qmatmul import matmul_ref
 
 TABLES = {int(path.stem[3:]): path for path in sorted(TILES.glob("sm_*.json"))}
 OTHERS = (89, 100, 120)  # architectures that take another's table
 DECODE = TUNABLES[0]
+MATMULS = [tunable for tunable in TUNABLES if tunable is not ATTENTION]
 FEW = (Tile(16, 64, 4, 3), Tile(16, 64, 4, 4))
 
 pytestmark = pytest.mark.filterwarnings("ignore:no tile table for sm_:UserWarning")
@@ -77,13 +81,31 @@ def operand_bytes(tunable: Tunable, kind: str, tile: Tile, arch: int) -> int:
 
 
 def served(arch: int) -> list[tuple[Tunable, str, int, Tile]]:
-    """Every kernel, kind of weight and bucket with the tile that a launch on an architecture takes."""
+    """Every matmul, kind of weight and bucket with the tile that a launch on an architecture takes."""
     return [
         (t, kind, bucket, launch.tile_for(arch, t.key, form_and_bytes(kind)[0], 8192, 8192, bucket))
-        for t in TUNABLES
+        for t in MATMULS
         for kind in t.kinds
         for bucket in t.buckets
     ]
+
+
+def pages_served(arch: int) -> list[tuple[str, int, Tile]]:
+    """Every kind of pages and bucket with the tile that a launch on an architecture takes."""
+    found = []
+    for kind in ATTENTION.kinds:
+        q, w = ATTENTION.operands(kind, 1, 64, 1, "cpu", None)
+        with kernels_on_cpu(arch):
+            found += [(kind, bucket, attention.tile_of(q, w.pages.layout, bucket)) for bucket in ATTENTION.buckets]
+    return found
+
+
+def page_bytes(kind: str, tile: Tile) -> int:
+    """Shared memory of the pages under way: a buffer for five stages' second, and one more for each two."""
+    _, w = ATTENTION.operands(kind, 1, 64, 1, "cpu", None)
+    layout = w.pages.layout
+    keys = PAGE if layout.head_dim <= 128 else PAGE // 2
+    return max(1, (tile.stages - 1) // 2) * 2 * keys * layout.head_dim * layout.dtype.itemsize
 
 
 @pytest.mark.parametrize("arch", sorted({*TABLES, *OTHERS}))
@@ -91,6 +113,8 @@ def test_operands_of_every_tile_fit_into_shared_memory(arch: int) -> None:
     limit = sass.LIMITS[arch].shared_per_block
     for tunable, kind, bucket, tile in served(arch):
         assert operand_bytes(tunable, kind, tile, arch) <= limit, (tunable.key, kind, bucket, tile)
+    for kind, bucket, tile in pages_served(arch):
+        assert page_bytes(kind, tile) <= limit, (kind, bucket, tile)
 
 
 @pytest.mark.aot
@@ -113,6 +137,12 @@ def test_every_tile_compiles(arch: int) -> None:
         case = (tunable.key, kind, bucket, tile)
         assert main.shared <= sass.LIMITS[arch].shared_per_block, case
         assert arch not in TABLES or sass.resources(main.asm["cubin"]).stack == 0, case
+    for kind, bucket, tile in pages_served(arch):
+        for run in (ATTENTION.run, *ATTENTION.also):
+            point = autotune.Point(kind, *ATTENTION.shapes[0], bucket)
+            main, _ = autotune.compiled(ATTENTION, point, tile, arch, run)
+            assert main.shared <= sass.LIMITS[arch].shared_per_block, (kind, bucket, tile)
+            assert arch not in TABLES or sass.resources(main.asm["cubin"]).stack == 0, (kind, bucket, tile)
 
 
 # ---- autotune ----------------------------------------------------------------------------------------
@@ -193,6 +223,34 @@ def test_a_run_that_is_cut_short_goes_on_and_writes_a_table(tmp_path: Path, monk
         assert launch.tile_for(90, "prefill", "w4-block", 64, 128, 3)  # the rest is the package's
 
 
+@pytest.mark.slow
+@pytest.mark.aot
+def test_attention_tiles_are_judged_as_split_and_as_whole() -> None:
+    tile = Tile(16, 64, 4, 5)
+    kernel = autotune.examined(ATTENTION, "bf16-128", 16, tile, 90)
+    assert isinstance(kernel, Kernel) and kernel.stages == 2 and kernel.instructions > 300
+    assert autotune.predicted(ATTENTION, autotune.Point("bf16-128", 32, 4096, 16), tile, kernel).us > 100
+    split, fold = autotune.compiled(ATTENTION, autotune.Point("bf16-128", 2, 1100, 16), tile, 90)
+    whole, nothing = autotune.compiled(ATTENTION, autotune.Point("bf16-128", 2, 1100, 16), tile, 90, ATTENTION.also[0])
+    assert split.grid == (6, 8, 1) and fold == 1  # three chunks of two sequences
+    assert whole.grid == (2, 8, 1) and nothing == 0
+
+
+def test_form_of_pages_is_that_of_the_launcher() -> None:
+    entry = {"rows": 16, "cols": 64, "warps": 4, "stages": 3}
+    for kind in ATTENTION.kinds:
+        q, w = ATTENTION.operands(kind, 1, 64, 1, "cpu", None)
+        table = {"arch": 90, "tiles": {f"attention/{ATTENTION.form(w)}": {"16": entry}}}
+        with launch.tiles_from(table), kernels_on_cpu(90):
+            assert attention.tile_of(q, w.pages.layout, 1) == Tile(**entry)
+
+
+def test_results_at_an_attention_tile_are_checked() -> None:
+    small = replace(ATTENTION, run=ATTENTION.also[0], also=(), checked=((3, 1100), (1, 66)))
+    wrong = replace(small, reference=lambda q, w: 2 * ATTENTION.reference(q, w))
+    assert "against float64" in str(autotune.check_winner(wrong, "bf16-32", 16, Tile(16, 64, 4, 3), 90, gpu=False))
+
+
 # ---- the model ---------------------------------------------------------------------------------------
 
 KERNEL = Kernel(90, registers=71, shared=36864, warps=4, stages=5, blocks_per_sm=6, instructions=193.0, per_weight=1.4)
@@ -237,6 +295,26 @@ def test_occupancy_limits_the_loads_under_way() -> None:
     alone = replace(KERNEL, blocks_per_sm=1)
     work = launch_of(16, 28672, 4096)
     assert bytes_in_flight(alone, work, GPUS[90]) * 4 == bytes_in_flight(KERNEL, work, GPUS[90])
+
+
+def test_attention_bytes_and_flops_are_those_of_the_formulas() -> None:
+    assert roofline.visible_pairs(10, 1) == 10 and roofline.visible_pairs(4, 4) == 10
+    cases = {case.name: case for case in bench_attention.CASES}
+    decode, prefill = cases[bench_attention.LLAMA], cases["prefill 2048"]
+    assert bench_attention.case_bytes(decode) == 32 * 4096 * 2 * 8 * 128 * 2 + 2 * 32 * 32 * 128 * 2
+    assert decode.pairs == 32 * 4096 and prefill.pairs == 2048 * 2049 // 2
+    assert cases["chain of 8"].pairs == 32 * roofline.visible_pairs(4096, 8)
+    assert cases["cascade"].tokens == 32768 + 128 * 256
+    node_pairs = 8 * 1 + 16 * 2 + 32 * 3 + 8 * 4
+    assert cases["tree of 64"].pairs == 8 * (8170 * 64 + node_pairs)
+    assert roofline.attention_flops(3, 5, 7) == 4 * 3 * 5 * 7
+    work = roofline.attention_launch(
+        256, 2048, tile_rows=16, kv_heads=8, dim=128, token_bytes=4096, dram_bytes=32 * 4096 * 4096
+    )
+    assert (work.programs, work.blocks) == (2048, 8)
+    assert work.programs * work.blocks * work.weight_block_bytes == work.dram_bytes
+    folded = roofline.with_fold(work, slots=256, most=8, heads=32, dim=128)
+    assert predict(KERNEL, folded, GPUS[90]).us > predict(KERNEL, work, GPUS[90]).us
 
 
 # ---- benches -----------------------------------------------------------------------------------------
@@ -290,6 +368,60 @@ def test_without_a_gpu_the_bench_prints_the_model_and_says_so(tmp_path: Path) ->
     row = json.loads(path.read_text())["matmul"]["rows"][0]
     assert row["source"] == bench_matmul.MODEL and row["us"] > 2.0
     assert row["flops"] == 2 * 4096 * 4096 and row["instr/weight"] < 2.1
+
+
+def test_attention_targets_stand_beside_their_cases() -> None:
+    names = [case.name for case in bench_attention.CASES]
+    assert len(set(names)) == len(names) and set(bench_attention.TARGETS) <= {*names, *bench_attention.move_bytes()}
+    for n, case in enumerate(bench_attention.CASES):
+        assert case.base is None or case.base in names[:n], f"{case.name} comes before its base"
+    target = bench_attention.TARGETS[bench_attention.LLAMA]
+    assert str(target) == "<= 149 us, >= 3600 GB/s"
+    assert target.holds({"us": 149.0, "GB/s": 3600.0}) and not target.holds({"us": 149.0, "GB/s": 3599.0})
+    cascade = bench_attention.TARGETS["cascade"]
+    assert cascade.holds({"us": 1.0}) is None and cascade.holds({"us": 1.0, "x base": 0.12})
+    nbytes = bench_attention.case_bytes(bench_attention.CASES[0])
+    assert math.isclose(nbytes / 149 / 1e3, 3600, rel_tol=0.01)  # both say the same
+
+
+@pytest.mark.aot
+def test_without_a_gpu_the_attention_bench_prints_the_model_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    done = CliRunner().invoke(bench_attention.app, ["--static", "--case", "chain of 4", "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    assert bench_attention.MODEL in done.output
+    decode, chain = json.loads(path.read_text())["attention"]["rows"]  # a case brings its base along
+    assert (decode["what"], chain["what"]) == (bench_attention.LLAMA, "chain of 4")
+    assert chain["source"] == bench_attention.MODEL and chain["holds"] is True
+    assert chain["bytes"] > decode["bytes"] and 1 < chain["x base"] == chain["us"] / decode["us"] < 1.15
+    assert CliRunner().invoke(bench_attention.app, ["--case", "none"]).exit_code == 2
+
+
+def test_made_up_pages_are_lists_of_the_layout() -> None:
+    for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn):
+        pages = harness.made_up_pages([130, 200, 128], 2, 32, dtype=dtype, layers=2, shared=2, spare=3)
+        assert pages.table.n.tolist() == [3, 4, 2]
+        used = pages.table.ids[pages.table.ids > 0].tolist()
+        assert len(set(used)) == 2 + 1 + 2 + 0 and not set(used) & set(pages.spare.tolist()) and len(pages.spare) == 3
+        assert (pages.table.ids[:, :2] == pages.table.ids[0, :2]).all()
+        stored = pages.layout.view(pages.arena, 1)[used].float()
+        scale = pages.layout.scales(pages.arena, 1)[used][..., None] if pages.layout.scaled else 1.0
+        assert (stored * scale).isfinite().all() and 0.3 < (stored * scale).std() < 3
+    assert harness.num_layers(400 << 20) == 2 and harness.num_layers(1 << 30) == 1
+
+
+@pytest.mark.parametrize("name", ["decode", "tree", "int8"])
+def test_the_attention_bench_checks_its_cases(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"lengths": (66,), "rows": 3, "heads": 2, "kv_heads": 1, "dim": 32}
+    parent, dtype = (-1, 0, 0) if name == "tree" else (), torch.int8 if name == "int8" else torch.bfloat16
+    case = bench_attention.Case(name, parent=parent, dtype=dtype, **sizes)
+    with interpreted(90, races=False):
+        made = bench_attention.Sequences(case, "cpu", layers=2)
+        made.check()
+        exact = made._chosen()[1]
+        monkeypatch.setattr(made, "_chosen", lambda: (exact * 1.1, exact))
+        with pytest.raises(AssertionError, match="against float64"):
+            made.check()
 
 
 # ---- the GPU run -------------------------------------------------------------------------------------

@@ -25,9 +25,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("bench", "tests"))
 
@@ -38,13 +39,28 @@ import torch
 import triton
 import typer
 from dryrun import Launch, dryrun
-from harness import console, graph_us, has_gpu, made_up_rows, made_up_weight, num_copies, rows_table
+from harness import (
+    Pages,
+    console,
+    graph_us,
+    has_gpu,
+    made_up_pages,
+    made_up_rows,
+    made_up_weight,
+    num_copies,
+    num_layers,
+    rows_at,
+    rows_table,
+)
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from triton.errors import TritonError
 
-from csrc_triton import launch, t64
+from csrc_triton import attention, launch, t64
+from csrc_triton.attention import paged_attention_ref
+from csrc_triton.attention_plan import CHUNK, PAGE, make_plan
+from csrc_triton.cpu_attention import Workspace
 from csrc_triton.launch import Tile
 from csrc_triton.qgemm import prefill
 from csrc_triton.qmatmul import MAX_ROWS, decode, matmul_ref, swiglu_matmul
@@ -55,7 +71,8 @@ MARGIN = {True: 0.01, False: 0.1}  # times closer than this are equal: measured,
 USUAL_STAGES = 5
 FINALISTS = 4  # candidates that are tried on more than one kind of weight
 GAIN = 0.02  # a tile of a form's or shape's own must be this much faster than the more general one
-TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}  # of results near 1, by root mean square
+# of results near 1, by root mean square
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 SHAPES = ((8192, 8192), (28672, 4096), (6144, 4096), (4096, 4096), (4096, 14336))
 TIMED_SHAPES = 3  # of a kernel's shapes are timed, the first ones; the model takes them all
 TIMED, STATIC = "timed", "static model, not timed"
@@ -64,9 +81,44 @@ TIMED, STATIC = "timed", "static model, not timed"
 # ---- what there is to tune -----------------------------------------------------------------------------
 
 
+def form_name(w: QTensor) -> str:
+    """As launchers name it when they look for a tile."""
+    return "int8" if w.layout == "t64-int8" else "dense" if "weight" in w.parts else t64.form_of(w).name
+
+
+def described(tunable: Tunable, w: QTensor, rows: int, tile: Tile) -> roofline.Launch:
+    """Bytes and operations of a matmul of some rows, by formula."""
+    (n, k), size = w.shape, {"bf16": 2, "int8": 1, "f32": 4}[tunable.product]
+    blocks = -(-k // t64.COLS)
+    splits = w.segments if tunable.splits and rows <= MAX_ROWS else 1
+    out = 4 if tunable.product == "f32" else 2
+    return roofline.Launch(
+        programs=-(-rows // tile.rows) * -(-n // tile.cols) * splits,
+        blocks=blocks / splits,
+        weight_block_bytes=w.nbytes / (-(-n // t64.ROWS) * blocks) * tile.cols / t64.ROWS,
+        rows_block_bytes=min(rows, tile.rows) * t64.COLS * size,
+        block_flops=2 * tile.rows * tile.cols * t64.COLS,
+        dram_bytes=roofline.matmul_bytes(rows, n, k, w.nbytes, size, out),
+        kind=tunable.product,
+        side_bytes=roofline.fold_bytes(rows, n, splits, out) if splits > 1 else 0,
+        side_launches=int(splits > 1) + int(tunable.product == "int8"),
+    )
+
+
+def weight_copies(w: QTensor) -> list[QTensor]:
+    """As many as together exceed L2."""
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    fresh = num_copies(w.nbytes, l2) - 1
+    return [w] + [replace(w, parts={name: part.clone() for name, part in w.parts.items()}) for _ in range(fresh)]
+
+
 @dataclass(frozen=True, slots=True)
 class Tunable:
-    """A kernel with entries in the tile table. Attention and tree kernels join by adding theirs to TUNABLES."""
+    """A kernel with entries in the tile table. Others join by adding theirs to TUNABLES.
+
+    What is tuned is a matmul of a weight [n, k] of some kind; for attention the kind is that of pages, n sequences have
+    k tokens each, and the rows are those of a sequence.
+    """
 
     key: str  # in the table
     kernel: str  # the function that the tile cuts, as launches name it
@@ -75,12 +127,23 @@ class Tunable:
     default: Tile  # whose bits the others must give
     ranked: tuple[str, ...]  # kinds of weight that decide between candidates
     kinds: tuple[str, ...]  # all that the tile must serve
-    operands: Callable[[str, int, int, int, str, int | None], tuple[Tensor, QTensor]]  # kind, n, k, rows, device, seed
-    run: Callable[[Tensor, QTensor], Tensor]
-    reference: Callable[[Tensor, QTensor], Tensor]
+    operands: Callable[[str, int, int, int, str, int | None], tuple[Tensor, Any]]  # kind, n, k, rows, device, seed
+    run: Callable[[Tensor, Any], Tensor]
+    reference: Callable[[Tensor, Any], Tensor]
     shapes: tuple[tuple[int, int], ...] = SHAPES
     product: str = "bf16"  # a key of roofline.Gpu.tflops
     splits: bool = False  # segments of up to 64 rows run in programs of their own
+    by_warp: bool = False  # products by mma.sync even on sm_90
+    also: tuple[Callable[[Tensor, Any], Tensor], ...] = ()  # other runs that the tile must serve
+    # on a GPU and in the interpreter: n and k that results are checked on, odd ones
+    checked: tuple[tuple[int, int], tuple[int, int]] = ((4032, 4096), (130, 512))
+    form: Callable[[Any], str] = form_name
+    copies: Callable[[Any], Sequence[Any]] = weight_copies  # together larger than L2
+    describe: Callable[..., roofline.Launch] = described  # as `described`
+    kernel_of: Callable[[compile_check.Compiled, int], roofline.Kernel] = roofline.kernel_of
+
+    def product_of(self, kind: str) -> str:
+        return "f32" if kind.startswith("f32") else self.product
 
 
 def _grid(
@@ -135,6 +198,72 @@ def _reference(x: Tensor, w: QTensor) -> Tensor:
         dense = w.parts["weight"].double() * scale
         return x.double() @ dense[: w.shape[0], : w.shape[1]].T
     return matmul_ref(x, w)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of sequences' pages, and what calls on all of them share."""
+
+    pages: Pages
+    parts: tuple[tuple[int, int, int], ...]  # as in Pages.attend
+    spaces: dict[Any, Workspace] = field(default_factory=dict)  # by plan
+    layer: int = 0
+
+
+PAGE_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "int8": torch.int8, "f32": torch.float32}
+HEADS, KV_HEADS = 32, 8
+
+
+def _sequences(kind: str, n: int, k: int, rows: int, device: str, seed: int | None) -> tuple[Tensor, Layer]:
+    """The last tokens of n sequences of k, as many as are `rows` rows; kind: of the pages, "int8-128"."""
+    word, dim = kind.split("-")[0], int(kind.split("-")[1])
+    tokens, dtype = max(1, rows * KV_HEADS // HEADS), PAGE_DTYPES[word]
+    layers = num_layers(2 * n * k * KV_HEADS * dim * dtype.itemsize) if device == "cuda" else 1
+    pages = made_up_pages([k] * n, KV_HEADS, dim, dtype=dtype, layers=layers, device=device, seed=seed)
+    q = made_up_rows(n * tokens, HEADS * dim, torch.bfloat16 if word == "int8" else dtype, device=device, seed=seed)
+    return q.view(-1, HEADS, dim), Layer(pages, tuple((s, k - tokens, k) for s in range(n)))
+
+
+def _attend(q: Tensor, w: Layer, *, longest_whole: int) -> Tensor:
+    plan = longest_whole, attention.tile_of(q, w.pages.layout, len(q))
+    space = w.spaces.setdefault(plan, Workspace())
+    with mock.patch.object(attention, "make_plan", partial(make_plan, longest_whole=longest_whole)):
+        return w.pages.attend(q, w.parts, w.layer, workspace=space)
+
+
+def _attention_reference(q: Tensor, w: Layer) -> Tensor:
+    p = w.pages
+    rope = replace(p.rope, cos=p.rope.cos.cpu(), sin=p.rope.sin.cpu())
+    exact = paged_attention_ref(
+        *(q.cpu(), p.arena.cpu(), p.layout, w.layer, p.table, *rows_at(w.parts), rope),
+        scale=p.layout.head_dim**-0.5,
+        by_kernels=True,
+    )
+    return exact.to(q.device)
+
+
+def _pages_form(w: Layer) -> str:
+    return attention.tile_kind(w.pages.layout)
+
+
+def _attention_described(tunable: Tunable, w: Layer, rows: int, tile: Tile) -> roofline.Launch:
+    """With a program for each chunk."""
+    layout, lengths = w.pages.layout, w.pages.lengths
+    tokens = w.parts[0][2] - w.parts[0][1]
+    tiles = -(-tokens * HEADS // KV_HEADS // tile.rows)
+    chunks = [-(-length // (CHUNK * PAGE)) for length in lengths]
+    work = roofline.attention_launch(
+        tiles * sum(chunks),
+        tiles * sum(-(-length // PAGE) for length in lengths),
+        tile_rows=tile.rows,
+        kv_heads=KV_HEADS,
+        dim=layout.head_dim,
+        token_bytes=w.pages.token_bytes,
+        dram_bytes=sum(lengths) * w.pages.token_bytes,
+    )
+    if layout.dtype == torch.float32:
+        work = replace(work, kind="f32")
+    return roofline.with_fold(work, tokens * sum(chunks), max(chunks), HEADS, layout.head_dim)
 
 
 _MATMUL: Mapping[str, Any] = {"reference": _reference}
@@ -247,6 +376,27 @@ TUNABLES = (
         product="int8",
         splits=True,
     ),
+    Tunable(
+        key="attention",
+        kernel="_attention_kernel",
+        buckets=(16, 32),
+        tiles=lambda bucket: [Tile(rows, 64, 4, s) for rows in (16, 32) if rows <= bucket for s in (3, 5, 7)],
+        default=Tile(16, 64, 4, 5),
+        ranked=("bf16-128", "bf16-64"),
+        kinds=tuple(f"{kind}-{dim}" for kind in ("bf16", "f16", "int8", "f32") for dim in (128, 64, 256, 32)),
+        operands=_sequences,
+        run=partial(_attend, longest_whole=0),
+        reference=_attention_reference,
+        shapes=((32, 4096), (1, 32768)),
+        product="bf16 by warp",
+        by_warp=True,
+        also=(partial(_attend, longest_whole=10**9),),
+        checked=((3, 1100), (1, 520)),
+        form=_pages_form,
+        copies=lambda w: [replace(w, layer=layer) for layer in range(w.pages.layout.num_layers)],
+        describe=_attention_described,
+        kernel_of=lambda found, stages: roofline.attention_kernel(found.launch, stages),
+    ),
 )
 
 
@@ -255,9 +405,7 @@ def keeps_bits(tile: Tile) -> bool:
     return all(getattr(tile, field) >= least for field, least in launch.MIN_TILE.items())
 
 
-def form_name(w: QTensor) -> str:
-    """As launchers name it when they look for a tile."""
-    return "int8" if w.layout == "t64-int8" else "dense" if "weight" in w.parts else t64.form_of(w).name
+ATTENTION = next(tunable for tunable in TUNABLES if tunable.key == "attention")
 
 
 def table_of(arch: int, key: str, tile: Tile) -> dict[str, Any]:
@@ -290,11 +438,13 @@ class Point:
     rows: int
 
 
-def compiled(tunable: Tunable, point: Point, tile: Tile, arch: int) -> tuple[Launch, int]:
+def compiled(
+    tunable: Tunable, point: Point, tile: Tile, arch: int, run: Callable[[Tensor, Any], Tensor] | None = None
+) -> tuple[Launch, int]:
     """The launch that the tile cuts, as a dry run sees it, and how many there are around it."""
     x, w = tunable.operands(point.kind, point.n, point.k, point.rows, "cpu", None)
     with launch.tiles_from(table_of(arch, tunable.key, tile)), dryrun(arch) as launches:
-        tunable.run(x, w)
+        (run or tunable.run)(x, w)
     main = [found for found in launches if found.name == tunable.kernel]
     if len(main) != 1:
         raise ValueError(f"{tunable.key}: expected one launch of {tunable.kernel}, got {[f.name for f in launches]}")
@@ -306,66 +456,54 @@ def examined(tunable: Tunable, kind: str, rows: int, tile: Tile, arch: int) -> r
     """What a candidate compiles to for the kernel's first shape, or why it may not be chosen."""
     if not keeps_bits(tile):
         return "another MMA: bits could change"
-    try:
-        main, _ = compiled(tunable, Point(kind, *tunable.shapes[0], rows), tile, arch)
-    except TritonError as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    found = compile_check.Compiled(main)
-    mma = {"bf16": "float", "int8": "int8"}.get(tunable.product, "none")
-    case = compile_check.Case(tunable.key, arch, tunable.kernel, lambda: None, mma=mma)
+    kernels, problems = [], []
+    for run in (tunable.run, *tunable.also):
+        try:
+            main, _ = compiled(tunable, Point(kind, *tunable.shapes[0], rows), tile, arch, run)
+        except TritonError as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        found = compile_check.Compiled(main)
+        kernels.append(tunable.kernel_of(found, tile.stages))
+        problems += _problems(tunable, kind, tile, run, found)
+    return "; ".join(problems) or kernels[0]
+
+
+def _problems(
+    tunable: Tunable, kind: str, tile: Tile, run: Callable[[Tensor, Any], Tensor], found: compile_check.Compiled
+) -> list[str]:
+    mma = {"bf16": "float", "bf16 by warp": "float", "int8": "int8"}.get(tunable.product_of(kind), "none")
+    case = compile_check.Case(tunable.key, found.arch, tunable.kernel, lambda: None, mma=mma)
     checks = (compile_check.check_resources, compile_check.check_layout, compile_check.check_barrier)
     problems = [problem for check in checks for problem in check(found, case)]
-    if tile != tunable.default and found.fingerprint.digest != (expected := _sums_of(tunable, kind, arch)):
-        problems.append(f"sums in another order: {found.fingerprint.digest} instead of {expected}")
+    if tile != tunable.default:
+        expected = _sums_of(tunable, kind, found.arch, run)
+        if (digest := found.fingerprint.digest) != expected:
+            problems.append(f"sums in another order: {digest} instead of {expected}")
     kinds = {i.name for i in found.program.instructions if i.is_mma}
-    wanted = compile_check.MMA_OF.get((mma, arch == 90))
-    if mma != "none" and arch in (80, 86, 89, 90, 120) and kinds != {wanted}:
+    wanted = compile_check.MMA_OF.get((mma, found.arch == 90 and not tunable.by_warp))
+    if mma != "none" and found.arch in (80, 86, 89, 90, 120) and kinds != {wanted}:
         problems.append(f"products by {', '.join(sorted(kinds))} instead of {wanted}")
-    return "; ".join(problems) or roofline.kernel_of(found, tile.stages)
+    return problems
 
 
 @cache
-def _sums_of(tunable: Tunable, kind: str, arch: int) -> str:
+def _sums_of(tunable: Tunable, kind: str, arch: int, run: Callable[[Tensor, Any], Tensor]) -> str:
     """Digest of what the default tile adds up in which order."""
-    main, _ = compiled(tunable, Point(kind, *tunable.shapes[0], tunable.buckets[0]), tunable.default, arch)
+    main, _ = compiled(tunable, Point(kind, *tunable.shapes[0], tunable.buckets[0]), tunable.default, arch, run)
     return ir.fingerprint(main.asm["ttir"]).digest
 
 
 def predicted(tunable: Tunable, point: Point, tile: Tile, kernel: roofline.Kernel) -> roofline.Prediction:
     """The static model's time of a candidate."""
     _, w = tunable.operands(point.kind, point.n, point.k, point.rows, "cpu", None)
-    return roofline.predict(kernel, described(tunable, w, point.rows, tile), roofline.GPUS[kernel.arch])
-
-
-def described(tunable: Tunable, w: QTensor, rows: int, tile: Tile) -> roofline.Launch:
-    """Bytes and operations of a matmul of some rows, by formula."""
-    (n, k), size = w.shape, {"bf16": 2, "int8": 1, "f32": 4}[tunable.product]
-    blocks = -(-k // t64.COLS)
-    splits = w.segments if tunable.splits and rows <= MAX_ROWS else 1
-    out = 4 if tunable.product == "f32" else 2
-    return roofline.Launch(
-        programs=-(-rows // tile.rows) * -(-n // tile.cols) * splits,
-        blocks=blocks / splits,
-        weight_block_bytes=w.nbytes / (-(-n // t64.ROWS) * blocks) * tile.cols / t64.ROWS,
-        rows_block_bytes=min(rows, tile.rows) * t64.COLS * size,
-        block_flops=2 * tile.rows * tile.cols * t64.COLS,
-        dram_bytes=roofline.matmul_bytes(rows, n, k, w.nbytes, size, out),
-        kind=tunable.product,
-        side_bytes=roofline.fold_bytes(rows, n, splits, out) if splits > 1 else 0,
-        side_launches=int(splits > 1) + int(tunable.product == "int8"),
-    )
+    return roofline.predict(kernel, tunable.describe(tunable, w, point.rows, tile), roofline.GPUS[kernel.arch])
 
 
 def timed(tunable: Tunable, point: Point, tile: Tile, arch: int) -> float:
     """Microseconds on the GPU that is there."""
     x, first = tunable.operands(point.kind, point.n, point.k, point.rows, "cuda", 0)
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    weights = [first] + [
-        replace(first, parts={name: part.clone() for name, part in first.parts.items()})
-        for _ in range(num_copies(first.nbytes, l2) - 1)
-    ]
     with launch.tiles_from(table_of(arch, tunable.key, tile)):
-        return graph_us([lambda w=w: tunable.run(x, w) for w in weights], seconds=0.03)
+        return graph_us([partial(tunable.run, x, w) for w in tunable.copies(first)], seconds=0.03)
 
 
 def check_winner(tunable: Tunable, kind: str, bucket: int, tile: Tile, arch: int, *, gpu: bool) -> str | None:
@@ -373,26 +511,28 @@ def check_winner(tunable: Tunable, kind: str, bucket: int, tile: Tile, arch: int
 
     Values are held to the float64 reference, bits to those of the default tile, on odd sizes.
     """
-    n, k, device = (4032, 4096, "cuda") if gpu else (130, 512, "cpu")
+    (n, k), device = tunable.checked[not gpu], "cuda" if gpu else "cpu"
     rows = bucket - 3 if gpu or bucket <= 64 else 130
     x, w = tunable.operands(kind, n, k, rows, device, 3)
-    if w.segments > 2 and not gpu:
+    if not gpu and isinstance(w, QTensor) and w.segments > 2:
         w = replace(w, segments=2)
-    with nullcontext() if gpu else _interpreted(arch):
-        results = []
-        for cut in (tile, tunable.default):
-            with launch.tiles_from(table_of(arch, tunable.key, cut)):
-                results.append(tunable.run(x, w))
-        with launch.tiles_from(table_of(arch, tunable.key, tunable.default)):
-            exact = tunable.reference(x, w)
-    chosen, default = results
-    ints = {2: torch.int16, 4: torch.int32}[chosen.element_size()]
-    if not torch.equal(chosen.view(ints), default.view(ints)):
-        differ = int((chosen.view(ints) != default.view(ints)).sum())
-        return f"{differ} of {chosen.numel()} results differ in bits from those of the default tile"
-    error = float((chosen.double() - exact).norm() / exact.norm())
-    allowed = TOLERANCE[chosen.dtype]
-    return None if error <= allowed else f"relative error {error:.2g} against float64, more than {allowed:.2g}"
+    for run in (tunable.run, *tunable.also):
+        with nullcontext() if gpu else _interpreted(arch):
+            results = []
+            for cut in (tile, tunable.default):
+                with launch.tiles_from(table_of(arch, tunable.key, cut)):
+                    results.append(run(x, w))
+            with launch.tiles_from(table_of(arch, tunable.key, tunable.default)):
+                exact = tunable.reference(x, w)
+        chosen, default = results
+        ints = {2: torch.int16, 4: torch.int32}[chosen.element_size()]
+        if not torch.equal(chosen.view(ints), default.view(ints)):
+            differ = int((chosen.view(ints) != default.view(ints)).sum())
+            return f"{differ} of {chosen.numel()} results differ in bits from those of the default tile"
+        error = float((chosen.double() - exact).norm() / exact.norm())
+        if not error <= (allowed := TOLERANCE[chosen.dtype]):
+            return f"relative error {error:.2g} against float64, more than {allowed:.2g}"
+    return None
 
 
 def _interpreted(arch: int) -> Any:
@@ -543,7 +683,7 @@ def _general(tuner: Tuner, tunable: Tunable, bucket: int) -> Iterator[tuple[str,
     n, k = tunable.shapes[0]
     forms: dict[str, list[str]] = {}
     for kind in tunable.kinds:
-        forms.setdefault(form_name(tunable.operands(kind, n, k, 1, "cpu", None)[1]), []).append(kind)
+        forms.setdefault(tunable.form(tunable.operands(kind, n, k, 1, "cpu", None)[1]), []).append(kind)
     for form, kinds in forms.items():
         fits = all(tuner.trial(tunable, Point(kind, n, k, bucket), general).good for kind in kinds)
         if fits and (tuner.gpu is None or kinds[0] not in tunable.ranked):
@@ -567,7 +707,7 @@ def _particular(
         for shape in shapes or [None]:
             tile, us = tuner.choose(tunable, (kind,), tuner.shapes(tunable) if shape is None else (shape,), bucket)
             _, w = tunable.operands(kind, *(shape or tunable.shapes[0]), 1, "cpu", None)
-            key = f"{tunable.key}/{form_name(w)}" + ("" if shape is None else f"/{shape[0]}x{shape[1]}")
+            key = f"{tunable.key}/{tunable.form(w)}" + ("" if shape is None else f"/{shape[0]}x{shape[1]}")
             tuner.note(tunable, bucket, tile, us, "chosen", key)
             yield key, str(bucket), tile
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
@@ -30,6 +32,7 @@ from unittest import mock
 sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("bench", "tests"))
 
 import autotune
+import bench_attention
 import bench_matmul
 import compile_check
 import torch
@@ -39,12 +42,14 @@ import typer
 from dryrun import dryrun
 from harness import (
     ROOT,
+    Pages,
     console,
     copy_gbs,
     cublas_tflops,
     environment,
     gpu_folder,
     has_gpu,
+    made_up_pages,
     made_up_rows,
     made_up_weight,
     rows_table,
@@ -52,11 +57,15 @@ from harness import (
 )
 from torch import Tensor
 
-from csrc_triton import launch, qgemm
+from csrc_triton import attention, launch, qgemm
+from csrc_triton.attention import page_table, paged_attention
+from csrc_triton.attention_plan import PAGE, make_plan
 from csrc_triton.fused import rmsnorm
 from csrc_triton.launch import OPTIONS
+from csrc_triton.pages import commit_path, copy_pages
 from csrc_triton.qgemm import prefill_gemm
 from csrc_triton.qmatmul import dequant_matmul, matmul
+from csrc_triton.tree import token_tree, tree_attention
 
 DRY_ARCH = 90
 COPY_GBS, CUBLAS_TFLOPS = 4300.0, 788.0  # of an H200
@@ -315,7 +324,8 @@ def rows_alone(run: Run) -> Iterator[str]:
 def other_tiles(run: Run) -> Iterator[str]:
     """Every candidate of the tile tables, decode and prefill: 4 and 8 warps, 16 to 128 rows, 64 to 256 columns."""
     arch = DRY_ARCH if run.dry else launch.arch_of(torch.empty(1, device="cuda"))
-    for tunable in autotune.TUNABLES[:1] if run.dry else autotune.TUNABLES:
+    matmuls = [tunable for tunable in autotune.TUNABLES if tunable is not autotune.ATTENTION]
+    for tunable in matmuls[:1] if run.dry else matmuls:
         for bucket in tunable.buckets[:1] if run.dry else tunable.buckets:
             x, w = tunable.operands(tunable.ranked[0], *_shape(run), bucket, run.device, 0)
             base = _with_tile(tunable, tunable.default, arch, x, w)
@@ -371,10 +381,183 @@ def repeated(run: Run) -> Iterator[str]:
                     break
 
 
+# ---- facts: attention --------------------------------------------------------------------------------------
+
+EDGES = (1, 63, 64, 65, 511, 512, 513, 1328, 4096, 9000)
+PREFIXES = (0, 1, 63, 64, 448, 449, 463, 480, 497, 510, 511, 512, 1024, 2041)  # of trees
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Sequences, and a query for every token."""
+
+    name: str
+    pages: Pages
+    q: list[Tensor]
+
+    def attend(self, *parts: tuple[int, int, int], **options: Any) -> list[Tensor]:
+        """Rows start to stop of sequences, in one call."""
+        q = torch.cat([self.q[s][start:stop] for s, start, stop in parts])
+        return list(self.pages.attend(q, parts, **options).split([stop - start for _, start, stop in parts]))
+
+    @property
+    def last(self) -> list[tuple[int, int, int]]:
+        """Up to 150 rows at the end of every sequence."""
+        return [(s, max(0, length - 150), length) for s, length in enumerate(self.pages.lengths)]
+
+
+KINDS_OF_PAGES = ((torch.bfloat16, 128), (torch.int8, 128), (torch.float16, 64))
+
+
+def _made(run: Run, lengths: Sequence[int], kinds: int = len(KINDS_OF_PAGES), **options: Any) -> Iterator[Rows]:
+    """Of the first kinds of pages; of small ones in a dry run."""
+    kv_heads, heads = (1, 2) if run.dry else (8, 32)
+    for dtype, dim in ((torch.bfloat16, 32),) if run.dry else KINDS_OF_PAGES[:kinds]:
+        pages = made_up_pages(lengths, kv_heads, dim, dtype=dtype, device=run.device, **options)
+        of_q = torch.bfloat16 if pages.layout.scaled else dtype
+        q = [
+            made_up_rows(n, heads * dim, of_q, device=run.device, seed=s).view(n, heads, dim)
+            for s, n in enumerate(lengths)
+        ]
+        yield Rows(f"{str(dtype).removeprefix('torch.')}-{dim}", pages, q)
+
+
+def _compare(name: str, found: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[str]:
+    if count := sum(differing(a, b) for a, b in zip(found, expected, strict=True)):
+        yield f"{name}: {count}"
+
+
+def decode_chain_prompt(run: Run) -> Iterator[str]:
+    """A row decoded alone, in a batch, in a chain of 2 to 16, and in chunks of a prompt."""
+    for rows in _made(run, (514,) if run.dry else EDGES):
+        parts = [(s, n - 4, n) for s, n in enumerate(rows.pages.lengths)] if run.dry else rows.last
+        whole = rows.attend(*parts)
+        yield from _compare(f"{rows.name}, other order", rows.attend(*parts[::-1])[::-1], whole)
+        for count in (1, 3) if run.dry else (1, 2, 3, 4, 5, 7, 8, 16, 64, 100):
+            for (s, first, end), expected in zip(parts, whole, strict=True):
+                starts = range(first, end, count)
+                if run.dry or count < 7:  # those about page and chunk edges, and the last
+                    starts = [at for at in starts if at % PAGE in (0, PAGE - 1) or at + count >= end]
+                for start in starts:
+                    stop = min(start + count, end)
+                    found = rows.attend((s, start, stop))
+                    name = f"{rows.name}, sequence of {end}, rows {start} to {stop}"
+                    yield from _compare(name, found, [expected[start - first : stop - first]])
+        for back in () if run.dry else (0, 1, 65):  # decode of the whole batch
+            at = [(s, end - 1 - back, end - back) for s, first, end in parts if end - 1 - back >= first]
+            expected = [whole[s][stop - 1 - parts[s][1] : stop - parts[s][1]] for s, _, stop in at]
+            yield from _compare(f"{rows.name}, batch {back} before the end", rows.attend(*at), expected)
+
+
+def split_whole(run: Run) -> Iterator[str]:
+    """Every plan: chunks in programs of their own, or folded in one."""
+    for rows in _made(run, (513,) if run.dry else EDGES):
+        few = [(s, n - 1, n) for s, n in enumerate(rows.pages.lengths)]
+        for parts in (few,) if run.dry else (few, rows.last):
+            expected = rows.attend(*parts)
+            for longest in (0, 10**9) if run.dry else (0, 1, 2, 8, 10**9):
+                with mock.patch.object(attention, "make_plan", partial(make_plan, longest_whole=longest)):
+                    yield from _compare(f"{rows.name}, whole up to {longest}", rows.attend(*parts), expected)
+
+
+def cascade_on_off(run: Run) -> Iterator[str]:
+    """Chunks that sequences share, read for all of them at once."""
+    lengths, shared = ((513, 514), 8) if run.dry else ((4100, 4096, 5000, 7777, 4097, 4500, 4160), 64)
+    for rows in _made(run, lengths, shared=shared):
+        few = [(s, n - 1, n) for s, n in enumerate(lengths)]
+        for parts in (few,) if run.dry else (few, rows.last):
+            yield from _compare(rows.name, rows.attend(*parts, cascade=False), rows.attend(*parts, cascade=True))
+
+
+def attention_tiles(run: Run) -> Iterator[str]:
+    """16 and 32 rows a program, at every depth of the pipeline."""
+    arch = DRY_ARCH if run.dry else launch.arch_of(torch.empty(1, device="cuda"))
+    tunable = autotune.ATTENTION
+    for rows in _made(run, (130,) if run.dry else EDGES, kinds=2):
+        parts = [(0, 100, 130)] if run.dry else rows.last
+        tiles = [tunable.default, launch.Tile(32, 64, 4, 5)] if run.dry else [tunable.default, *tunable.tiles(32)]
+        expected: list[Tensor] = []
+        for tile in tiles:
+            try:
+                with launch.tiles_from(autotune.table_of(arch, tunable.key, tile)):
+                    found = rows.attend(*parts)
+            except triton.errors.TritonError:
+                continue  # too large for this GPU
+            expected = expected or found
+            yield from _compare(f"{rows.name}, {tile}", found, expected)
+
+
+def tree_paths(run: Run) -> Iterator[str]:
+    """Every node of a tree beside plain decoding of its path, its keys and values moved to where that puts them."""
+    rng = random.Random(0)
+    for rows in _made(run, (505,) if run.dry else PREFIXES, spare=4 * len(PREFIXES)):
+        p, count = rows.pages, 4 if run.dry else 40
+        parents = [[rng.randint(max(-1, i - rng.choice((1, 2, 8))), i - 1) for i in range(count)] for _ in p.lengths]
+        trees = [token_tree(parent) for parent in parents]
+        spare = p.spare.tolist()
+        page = torch.tensor([spare[s] for s in range(len(trees)) for _ in range(count)], dtype=torch.int32)
+        slot = torch.randperm(PAGE, generator=torch.Generator().manual_seed(0))[:count].int().repeat(len(trees))
+        like = rows.q[-1]
+        q = made_up_rows(count * len(trees), like[0].numel(), like.dtype, device=run.device).view(-1, *like.shape[1:])
+        scale = p.layout.head_dim**-0.5
+        found = tree_attention(q, p.arena, p.layout, 0, p.table, trees, page, slot, p.rope, scale=scale)
+        for s, prefix in enumerate(p.lengths):
+            for path in trees[s].paths:
+                nodes = s * count + torch.from_numpy(path[path >= 0]).long()
+                table = _moved(p, s, prefix, page[nodes], slot[nodes], spare[len(trees) :])
+                cu_rows, at = torch.tensor([0, len(nodes)]).int(), torch.arange(prefix, prefix + len(nodes)).int()
+                plain = paged_attention(
+                    *(q[nodes.to(q.device)], p.arena, p.layout, 0, table, cu_rows, at, p.rope), scale=scale
+                )
+                yield from _compare(f"{rows.name}, prefix {prefix}", [found[nodes.to(q.device)]], [plain])
+
+
+def _moved(pages: Pages, s: int, prefix: int, page: Tensor, slot: Tensor, fresh: Sequence[int]) -> Any:
+    """The list of a sequence and a path of nodes behind it, whose rows are copied to fresh pages."""
+    full, length = prefix // PAGE, prefix + len(page)
+    ids = [*pages.table.ids[s, :full].tolist(), *fresh[: -(-length // PAGE) - full]]
+    if prefix % PAGE:
+        copy_pages(pages.arena, pages.layout, int(pages.table.ids[s, full]), ids[full])
+    to = [(ids[at // PAGE], at % PAGE) for at in range(prefix, length)]
+    commit_path(pages.arena, pages.layout, torch.stack((page, slot), 1), to)
+    return page_table(torch.tensor([ids], dtype=torch.int32), torch.tensor([length], dtype=torch.int32))
+
+
+def pages_elsewhere(run: Run) -> Iterator[str]:
+    """The same pages, copied to other places."""
+    lengths = (130, 65) if run.dry else EDGES
+    total = sum(-(-n // PAGE) for n in lengths)
+    for rows in _made(run, lengths, spare=total):
+        parts = [(s, n - 1, n) for s, n in enumerate(lengths)]
+        expected, p = rows.attend(*parts), rows.pages
+        used = p.table.ids > 0
+        ids = p.table.ids.clone()
+        ids[used] = p.spare
+        copy_pages(p.arena, p.layout, p.table.ids[used].tolist(), p.spare.tolist())
+        moved = replace(rows, pages=replace(p, table=replace(p.table, ids=ids)))
+        yield from _compare(rows.name, moved.attend(*parts), expected)
+
+
+def attention_repeated(run: Run) -> Iterator[str]:
+    """The same call again and again."""
+    for rows in _made(run, (66,) if run.dry else EDGES):
+        parts = [(0, 60, 66)] if run.dry else rows.last
+        expected = rows.attend(*parts)
+        for i in range(1 if run.dry else 100):
+            yield from _compare(f"{rows.name}, call {i}", rows.attend(*parts), expected)
+
+
 OURS: dict[str, Callable[[Run], Iterator[str]]] = {
     "a row's bits in any company": rows_alone,
     "segments split = folded": split_or_folded,
     "100 calls, the same bits": repeated,
+    "attention: alone = batch = chain = prompt": decode_chain_prompt,
+    "attention: chunks split = folded": split_whole,
+    "attention: tree = decoding of the path": tree_paths,
+    "attention: cascade on = off": cascade_on_off,
+    "attention: every tile, the same bits": attention_tiles,
+    "attention: pages anywhere": pages_elsewhere,
+    "attention: 100 calls, the same bits": attention_repeated,
     "written out = made in registers": written_out,
     "every tile, the same bits": other_tiles,
 }
@@ -461,6 +644,32 @@ def meets(row: Row) -> bool:
     )
 
 
+def attention_bench(run: Run) -> None:
+    """bench/bench_attention.py: decode, prompts, chains, trees, cascades and page moves, the most telling first."""
+    if run.dry:
+        few = [case for case in bench_attention.CASES if case.name == bench_attention.LLAMA]
+        run.found |= bench_attention.static(few)
+        row = run.found["rows"][0]
+        run.row(f"{row['what']}, us ({bench_attention.MODEL})", row["us"], row["target"], row["holds"])
+        return
+
+    def progress(result: dict[str, Any]) -> None:
+        run.found |= result
+        run.save()
+
+    result = bench_attention.measure(deadline=run.deadline, progress=progress)
+    run.found |= result
+    for row in result["rows"]:
+        if "target" in row:
+            rates = (("GB/s", "{:.0f} GB/s"), ("TFLOP/s", "{:.0f} TFLOP/s"), ("x base", "{:.2f}x"))
+            shown = [text.format(row[name]) for name, text in rates if name in row]
+            run.row(row["what"], ", ".join([f"{row['us']:.1f} us", *shown]), row["target"], row["holds"])
+    if result["tax"]:
+        worst = max(result["tax"], key=lambda row: row["tax %"])
+        holds = worst["tax %"] <= 100 * bench_attention.TAX_TARGET
+        run.row("our plans cost at most", f"{worst['tax %']:.1f} % ({worst['what']})", worst["target"], holds)
+
+
 def fused_bench(run: Run) -> None:
     """bench/bench_fused.py: the row-wise kernels beside torch."""
     if run.dry:
@@ -506,8 +715,9 @@ class Section:
 
 SECTIONS = (
     Section("machine", machine, 0.5),
-    Section("facts", facts, 3),
+    Section("facts", facts, 4),
     Section("tests", tests, 4),
+    Section("attention", attention_bench, 4),
     Section("matmul", matmul_bench, 6),
     Section("fused", fused_bench, 1.5),
     Section("tiles", tiles, 10),

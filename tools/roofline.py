@@ -11,10 +11,12 @@ Units: bytes, microseconds, GB/s (1e9 bytes), TFLOP/s, GHz.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sass
+
+from csrc_triton.attention_plan import CHUNK, PAGE
 
 SCHEDULERS = 4  # of a multiprocessor; each issues one warp instruction a cycle
 BLOCK = 128  # columns of the weight in one iteration of a main loop
@@ -22,6 +24,8 @@ SM_BYTES = 64  # a cycle from L2 into one multiprocessor
 POWER = 4
 IPC_OF_ONE_WARP = 0.4  # instructions a cycle that a scheduler gets out of one warp; an estimate
 PARTS = ("memory", "l2", "issue", "mma")
+L2_LATENCY_US = 0.3  # of a load and the few operations on it; an estimate
+FOLD_AHEAD = 4  # states that attention's fold fetches together
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ GPUS = {
             copy_gbs=1750,
             l2_bytes=40 << 20,
             l2_gbs=4500,
-            tflops={"bf16": 270, "int8": 500, "f32": 19.5},
+            tflops={"bf16": 270, "bf16 by warp": 270, "int8": 500, "f32": 19.5},
             latency_us=0.7,
             launch_us=1.3,
             source="data sheet (SMs, clock, L2, float32); 86 % of its peak bandwidth and of its peak TFLOP/s; "
@@ -66,7 +70,7 @@ GPUS = {
             copy_gbs=830,
             l2_bytes=6 << 20,
             l2_gbs=2000,
-            tflops={"bf16": 65, "int8": 250, "f32": 35},
+            tflops={"bf16": 65, "bf16 by warp": 65, "int8": 250, "f32": 35},
             latency_us=0.7,
             launch_us=1.3,
             source="data sheet (SMs, clock, L2, float32); about 90 % of its peaks; latencies and L2 estimated",
@@ -79,7 +83,7 @@ GPUS = {
             copy_gbs=4300,
             l2_bytes=60 << 20,
             l2_gbs=7000,
-            tflops={"bf16": 788, "int8": 1500, "f32": 60},
+            tflops={"bf16": 788, "bf16 by warp": 490, "int8": 1500, "f32": 60},
             latency_us=0.8,
             launch_us=1.2,
             source="measured (copy, bfloat16 8192^3 in cuBLAS, SMs, L2 size); data sheet (float32); others estimated",
@@ -90,7 +94,8 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What the compiler made of the kernel with the main loop. Per block: in one iteration over 128 columns."""
+    """What the compiler made of the kernel with the main loop. Per block: in one iteration over 128 columns, or over a
+    page of keys and values."""
 
     arch: int
     registers: int
@@ -115,6 +120,7 @@ class Launch:
     kind: str  # a key of Gpu.tflops
     side_bytes: float = 0  # through L2 by the kernels around it (fold, quantisation of rows, writing out)
     side_launches: int = 0
+    side_us: float = 0  # that they wait for loads one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +172,7 @@ def predict(kernel: Kernel, launch: Launch, gpu: Gpu) -> Prediction:
         "mma": busiest * launch.block_flops / (gpu.tflops[launch.kind] / gpu.sms * 1e6),
     }
     main = sum(part**POWER for part in parts.values()) ** (1 / POWER)
-    side = launch.side_bytes / gpu.l2_gbs / 1e3 + launch.side_launches * gpu.launch_us
+    side = max(launch.side_bytes / gpu.l2_gbs / 1e3, launch.side_us) + launch.side_launches * gpu.launch_us
     waves = -(-launch.programs // (gpu.sms * max(kernel.blocks_per_sm, 1)))
     fill = gpu.latency_us * (1 + 0.25 * (waves - 1))  # later waves start while others end
     rest = gpu.launch_us + fill + side
@@ -187,3 +193,72 @@ def kernel_of(compiled: Any, stages: int) -> Kernel:
         instructions = float(len(max(loops, key=lambda body: sum(i.name == "FFMA" for i in body), default=())))
     blocks = sass.occupancy(launch.arch, used.registers, launch.shared, launch.warps)
     return Kernel(launch.arch, used.registers, launch.shared, launch.warps, stages, blocks, instructions, per_weight)
+
+
+# ---- attention -----------------------------------------------------------------------------------------
+
+
+def attention_bytes(tokens: int, token_bytes: int, rows: int, heads: int, dim: int, itemsize: int = 2) -> int:
+    """Bytes that attention must move: the keys and values of so many different tokens, q and the result, once."""
+    return tokens * token_bytes + 2 * rows * heads * dim * itemsize
+
+
+def attention_flops(pairs: int, heads: int, dim: int) -> int:
+    """Of so many pairs of a row and a key that it sees: two products a head."""
+    return 4 * pairs * heads * dim
+
+
+def visible_pairs(tokens: int, rows: int) -> int:
+    """Pairs of a sequence's last rows and the keys that they see."""
+    return rows * tokens - rows * (rows - 1) // 2
+
+
+def slot_bytes(slots: int, heads: int, dim: int) -> int:
+    """Bytes of states written by one kernel and read by the next."""
+    return 2 * 4 * slots * heads * (dim + 2)
+
+
+def attention_launch(
+    items: int, pages: int, *, tile_rows: int, kv_heads: int, dim: int, token_bytes: int, dram_bytes: float
+) -> Launch:
+    """Items that read so many pages between them, each for a tile of rows; a block is a page of one head.
+
+    Pages that several items read come through L2 as often. Dims are padded, and row sums are a product with 64 columns.
+    """
+    padded = max(32, 1 << (dim - 1).bit_length())
+    return Launch(
+        programs=items * kv_heads,
+        blocks=pages / items,
+        weight_block_bytes=PAGE * token_bytes / kv_heads,
+        rows_block_bytes=2 * 4 * dim / 2,  # cosines and sines of the page's distance
+        block_flops=2 * tile_rows * PAGE * (2 * padded + 64),
+        dram_bytes=dram_bytes,
+        kind="bf16 by warp",
+    )
+
+
+def with_fold(launch: Launch, slots: int, most: int, heads: int, dim: int) -> Launch:
+    """And the kernel that folds the states that so many slots hold, at most `most` of a row one after the other."""
+    waits = -(-most // FOLD_AHEAD) * L2_LATENCY_US
+    return replace(launch, side_bytes=slot_bytes(slots, heads, dim), side_launches=1, side_us=waits)
+
+
+def attention_kernel(launch: Any, stages: int) -> Kernel:
+    """From a `dryrun.Launch` of a kernel that goes through pages. A page's number and its keys and values pass through
+    two stages each, so that five stages have one page under way besides the one in use."""
+    program = sass.Program.of(launch.asm["cubin"])
+    loop = max(program.main_loops or program.loops, key=len)
+    blocks = sass.occupancy(launch.arch, launch.registers, launch.shared, launch.warps)
+    buffers = max(1, (stages - 1) // 2)
+    return Kernel(
+        launch.arch, launch.registers, launch.shared, launch.warps, buffers, blocks, page_instructions(loop), None
+    )
+
+
+def page_instructions(loop: Sequence[sass.Instruction]) -> float:
+    """Of a warp in one iteration; what it jumps over but for the last page of a chunk counts by its share."""
+    jumped = 0
+    for i in loop:
+        target = int(i.operands.split()[-1], 16) if i.name == "BRA" and i.predicate else 0
+        jumped = max(jumped, sum(i.address < other.address < target for other in loop))
+    return len(loop) - jumped * (1 - 1 / CHUNK)

@@ -1,0 +1,713 @@
+"""Paged attention, tree verification and page moves on a GPU beside torch's attention; without one, the static model.
+
+    python bench/bench_attention.py [--case "decode 32x4096"] [--minutes 6] [--json FILE] [--static]
+    pytest bench/bench_attention.py --benchmark-json FILE                             (needs '.[bench]')
+
+Times are medians of CUDA-graph replays, in microseconds, over layers of pages that together take 500 MB, so that keys
+and values come from memory as a model's do. Plans are made once, as once a forward.
+    bytes  = keys, values and scales of the tokens once, however many rows see them + 2 T Hq D for q and as much for out
+    flops  = 4 Hq D for each pair of a row and a key that it sees
+    GB/s   = bytes / time, and as a share of the measured copy          TFLOP/s = flops / time
+    x base = time / time of the case named as base
+    tax    = time of our plan / time of the best plan for that case, less 1: plans change no bit, so that this is what
+             choosing well would gain; that chunks are 512 tokens for every case is not in it
+Every case is checked against float64 before it is timed. Peers run beside ours where they can be imported, on as many
+tokens and in bfloat16: torch's attention and flex_attention over contiguous keys and values, vLLM's Triton kernel over
+pages. A peer that fails says why once. Targets are those of an H200.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import typer
+from harness import (
+    Call,
+    Pages,
+    console,
+    copy_gbs,
+    environment,
+    graph_us,
+    has_gpu,
+    installed,
+    made_up_pages,
+    num_layers,
+    recorded,
+    rows_at,
+    rows_table,
+    write_json,
+)
+from torch import Tensor
+
+from csrc_triton import attention
+from csrc_triton import tree as trees
+from csrc_triton.attention import PageTable, paged_attention_ref
+from csrc_triton.attention_plan import PAGE, make_plan
+from csrc_triton.cpu_attention import Workspace
+from csrc_triton.fused import RopeTable
+from csrc_triton.pages import KVLayout, append_kv, commit_path, copy_pages
+from csrc_triton.tree import Tree, token_tree, tree_attention, tree_attention_ref
+
+STATIC_ARCH = 90
+MODEL = "static model, not measured"
+TOLERANCE = 1.5e-2  # of bfloat16 weights, queries and results, by root mean square
+TAX_PLANS = (0, 2, 4, 8, 16, 32, 10**9)  # chunks up to which a tile is one item
+TAX_TARGET = 0.05
+# eight roots, and two children of each node before the last ones: 64 nodes, 5 levels
+TREE = [-1] * 8 + [(i - 8) // 2 for i in range(8, 64)]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Sequences, and rows at the end of each."""
+
+    name: str
+    lengths: tuple[int, ...]  # tokens of each sequence, its rows included
+    rows: int = 1  # of a sequence
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    dtype: torch.dtype = torch.bfloat16  # of the pages
+    shared: int = 0  # tokens that all sequences begin with, in the same pages
+    cascade: bool = True
+    parent: tuple[int, ...] = ()  # the rows are nodes of such a tree behind each sequence's other tokens
+    base: str | None = None  # the case that this one is compared with
+    tax: bool = False  # try other plans
+    peers: tuple[str, ...] = ()  # that have the case too
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows * len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Different ones."""
+        return self.shared + sum(length - self.shared for length in self.lengths)
+
+    @property
+    def pairs(self) -> int:
+        depth = token_tree(self.parent).depth if self.parent else np.arange(self.rows)
+        return sum((length - self.rows) * self.rows + int((depth + 1).sum()) for length in self.lengths)
+
+    @property
+    def parts(self) -> list[tuple[int, int, int]]:
+        return [(s, length - self.rows, length) for s, length in enumerate(self.lengths)]
+
+
+# lengths from 256 to 16,384, as those of a server's users
+RAGGED = tuple(int(256 * 64 ** (i / 31)) for i in range(32))
+LLAMA = "decode 32x4096"
+QUICK = ("torch", "vLLM")  # to start
+ALL = (*QUICK, "flex")
+CASES = (
+    Case(LLAMA, (4096,) * 32, tax=True, peers=ALL),
+    Case("prefill 16384", (16384,), rows=16384, peers=ALL),
+    Case("chain of 4", (4096,) * 32, rows=4, base=LLAMA),
+    Case("chain of 8", (4096,) * 32, rows=8, base=LLAMA, peers=QUICK),
+    Case("chain of 64", (8234,) * 8, rows=64),
+    Case("tree of 64", (8234,) * 8, rows=64, parent=tuple(TREE), base="chain of 64"),
+    Case("decode 32x4096 int8", (4096,) * 32, dtype=torch.int8, base=LLAMA),
+    Case("no cascade", (32768 + 256,) * 128, kv_heads=4, shared=32768, cascade=False),
+    Case("cascade", (32768 + 256,) * 128, kv_heads=4, shared=32768, base="no cascade"),
+    Case("decode 1x4096", (4096,), kv_heads=4, tax=True, peers=QUICK),
+    Case("decode 1x65536", (65536,), kv_heads=4, tax=True, peers=QUICK),
+    Case("decode 1x65536 int8", (65536,), kv_heads=4, dtype=torch.int8, base="decode 1x65536"),
+    Case("decode 64x8192", (8192,) * 64, tax=True, peers=QUICK),
+    Case("decode 32 ragged", RAGGED, tax=True),
+    Case("prefill 2048", (2048,), rows=2048, peers=QUICK),
+    Case("chain of 5", (4096,) * 32, rows=5, base=LLAMA),
+    Case("chain of 6", (4096,) * 32, rows=6, base=LLAMA),
+    Case("chain of 7", (4096,) * 32, rows=7, base=LLAMA),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What an H200 should reach."""
+
+    us: float | None = None  # at most
+    gbs: float | None = None  # at least
+    tflops: float | None = None  # at least
+    times_base: float | None = None  # at most
+
+    def __str__(self) -> str:
+        parts = (("<= {:g} us", self.us), (">= {:g} GB/s", self.gbs), (">= {:g} TFLOP/s", self.tflops))
+        found = [text.format(value) for text, value in parts if value is not None]
+        return ", ".join(found + ([f"<= {self.times_base:.3g}x"] if self.times_base is not None else []))
+
+    def holds(self, row: Mapping[str, Any]) -> bool | None:
+        """None where the row lacks what is asked for."""
+        asked = ((self.us, row.get("us"), 1), (self.gbs, row.get("GB/s"), -1), (self.tflops, row.get("TFLOP/s"), -1))
+        pairs = [
+            (limit, value, sign) for limit, value, sign in (*asked, (self.times_base, row.get("x base"), 1)) if limit
+        ]
+        if any(value is None for _, value, _ in pairs):
+            return None
+        return all(sign * value <= sign * limit for limit, value, sign in pairs)
+
+
+TARGETS: Mapping[str, Target] = {
+    LLAMA: Target(us=149, gbs=3600),
+    "decode 64x8192": Target(gbs=3800),
+    "decode 1x4096": Target(us=13),
+    "decode 1x65536 int8": Target(us=40),
+    "decode 32x4096 int8": Target(times_base=1 / 1.6),
+    **{f"chain of {n}": Target(times_base=1.15) for n in (4, 5, 6, 7, 8)},
+    "tree of 64": Target(times_base=1.3),
+    "cascade": Target(times_base=1 / 8),
+    "prefill 2048": Target(tflops=120),
+    "prefill 16384": Target(tflops=120),
+    "copy_pages": Target(gbs=3600),
+    "commit_path": Target(gbs=3600),
+}
+
+
+# ---- formulas ------------------------------------------------------------------------------------------
+
+
+def case_bytes(case: Case) -> int:
+    import roofline
+
+    layout = KVLayout(1, case.kv_heads, case.dim, case.dtype)
+    token_bytes = 2 * case.kv_heads * layout.head_bytes // PAGE
+    return roofline.attention_bytes(case.tokens, token_bytes, case.num_rows, case.heads, case.dim)
+
+
+def figures(case: Case, us: float, times: Mapping[str, float]) -> dict[str, Any]:
+    """Rates of a time: operations of a prompt, bandwidth of the rest; times: those of the cases before."""
+    import roofline
+
+    row: dict[str, Any] = {"what": case.name, "us": us, "bytes": case_bytes(case)}
+    row["flops"] = roofline.attention_flops(case.pairs, case.heads, case.dim)
+    if case.rows == case.lengths[0]:
+        row["TFLOP/s"] = row["flops"] / us / 1e6
+    else:
+        row["GB/s"] = row["bytes"] / us / 1e3
+    if case.base in times:
+        row["x base"] = us / times[case.base]
+        row["base"] = case.base
+    return with_target(row)
+
+
+def with_target(row: dict[str, Any]) -> dict[str, Any]:
+    target = TARGETS.get(row["what"])
+    return row if target is None else row | {"target": str(target), "holds": target.holds(row)}
+
+
+# ---- a case's operands ---------------------------------------------------------------------------------
+
+
+class Sequences:
+    """A case's pages in as many layers as are told apart by L2, its rows, and calls on them."""
+
+    def __init__(self, case: Case, device: str, *, layers: int | None = None, seed: int | None = 0) -> None:
+        self.case = case
+        nbytes = case_bytes(case) if layers is None else 0
+        self.layers = num_layers(nbytes) if layers is None else layers
+        prefix = [length - case.rows for length in case.lengths] if case.parent else case.lengths
+        self.pages: Pages = made_up_pages(
+            prefix,
+            case.kv_heads,
+            case.dim,
+            dtype=case.dtype,
+            layers=self.layers,
+            shared=case.shared // PAGE,
+            spare=len(prefix) * -(-case.rows // PAGE) if case.parent else 0,
+            device=device,
+            seed=seed,
+        )
+        self.q = torch.empty(case.num_rows, case.heads, case.dim, dtype=torch.bfloat16, device=device)
+        if seed is not None:
+            self.q.normal_(generator=torch.Generator(device).manual_seed(seed + 1))
+        self.space = Workspace()
+        self.table = self.pages.table
+        self.cu_rows, self.row_pos = rows_at(case.parts)
+        self.trees: list[Tree] = [token_tree(case.parent)] * len(prefix) if case.parent else []
+        slot = torch.arange(case.rows, dtype=torch.int32).repeat(len(prefix))
+        self.node_slot = slot % PAGE
+        self.node_page = slot
+        if case.parent:
+            own = self.pages.spare.view(len(prefix), -1)  # pages that a sequence's nodes lie in
+            self.node_page = own[torch.arange(case.num_rows) // case.rows, slot.long() // PAGE]
+
+    def run(self, layer: int = 0) -> Tensor:
+        p = self.pages
+        options: dict[str, Any] = {"scale": self.case.dim**-0.5, "workspace": self.space, "cascade": self.case.cascade}
+        if self.trees:
+            places = self.node_page, self.node_slot
+            return tree_attention(self.q, p.arena, p.layout, layer, self.table, self.trees, *places, p.rope, **options)
+        return attention.paged_attention(
+            self.q, p.arena, p.layout, layer, self.table, self.cu_rows, self.row_pos, p.rope, **options
+        )
+
+    @property
+    def calls(self) -> list[Call]:
+        return [partial(self.run, layer) for layer in range(self.layers)]
+
+    def time(self) -> float:
+        return graph_us(self.calls)
+
+    def check(self) -> None:
+        """A few rows of the last sequence against float64."""
+        actual, exact = self._chosen()
+        error = float((actual.double().cpu() - exact).norm() / exact.norm())
+        if not error <= TOLERANCE:
+            raise AssertionError(f"{self.case.name}: relative error {error:.2g} against float64")
+
+    def _chosen(self) -> tuple[Tensor, Tensor]:
+        case, p, s = self.case, self.pages, len(self.case.lengths) - 1
+        one = replace(p.layout, num_layers=1)  # layer 0 lies in front
+        arena = p.arena[: one.page_bytes * one.pages_per_superblock].cpu()
+        rope = RopeTable(p.rope.cos.cpu(), p.rope.sin.cpu(), p.rope.rot_dim, p.rope.factor)
+        table, first = p.lists([(s, 0, p.lengths[s])]), s * case.rows
+        y, scale = self.run(), case.dim**-0.5
+        if self.trees:  # the path of the last leaf, as a tree of its own
+            path = torch.from_numpy(self.trees[s].paths[-1]).long() + first
+            parents = [list(range(-1, len(path) - 1))]
+            places = self.node_page[path], self.node_slot[path]
+            q = self.q[path].cpu()
+            return y[path], tree_attention_ref(
+                q, arena, one, 0, table, parents, *places, rope, scale=scale, by_kernels=True
+            )
+        rows = torch.tensor(sorted({first + case.rows // 2, first + case.rows - 1}))
+        cu_rows = torch.tensor([0, len(rows)], dtype=torch.int32)
+        q = self.q[rows].cpu()
+        return y[rows], paged_attention_ref(
+            q, arena, one, 0, table, cu_rows, self.row_pos[rows], rope, scale=scale, by_kernels=True
+        )
+
+
+@contextmanager
+def planned(longest_whole: int) -> Iterator[None]:
+    """Tiles of up to so many chunks are one item, longer ones are split."""
+    with mock.patch.object(attention, "make_plan", partial(make_plan, longest_whole=longest_whole)):
+        yield
+
+
+# ---- pages that move -----------------------------------------------------------------------------------
+
+MOVE_LAYERS, MOVED_PAGES, MOVED_ROWS, APPENDED = 32, 32, 1024, 4096
+
+
+def move_bytes() -> dict[str, int]:
+    """Read plus written: by a model of 32 layers, 8 kv heads and 128 dims."""
+    token = 2 * 8 * 128 * 2
+    return {
+        "append_kv": 2 * APPENDED * token,
+        "append_kv of 32": 2 * 32 * token,
+        "copy_pages": 2 * MOVED_PAGES * PAGE * MOVE_LAYERS * token,
+        "commit_path": 2 * MOVED_ROWS * MOVE_LAYERS * token,
+    }
+
+
+def moves(device: str = "cuda", layers: int = MOVE_LAYERS, appended: int = APPENDED) -> dict[str, list[Call]]:
+    """Calls of each; those of copies are launches alone, without the work on the host."""
+    pages = made_up_pages([appended], 8, 128, layers=layers, spare=2 * MOVED_PAGES, device=device)
+    arena, layout = pages.arena, pages.layout
+    k, v = (torch.randn(appended, 8, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
+    position = torch.arange(appended, dtype=torch.int32, device=device)
+    page, slot = pages.table.ids[0].to(device)[position.long() // PAGE], position % PAGE
+
+    def append(count: int, layer: int) -> None:
+        at = page[:count], slot[:count], slot[:count]
+        append_kv(k[:count], v[:count], arena, layout, layer, *at, pages.rope)
+
+    src, dst = pages.spare.split(MOVED_PAGES)
+    copy = recorded(lambda: copy_pages(arena, layout, src.tolist(), dst.tolist()))
+    if any(not torch.equal(*(layout.blocks(arena)[int(ids[i])] for ids in (src, dst))) for i in (0, -1)):
+        raise AssertionError("copy_pages: the pages differ from those that were copied")
+    rows = torch.arange(MOVED_ROWS)
+    nodes = torch.stack((src[rows // PAGE], rows % PAGE), 1).int()
+    slots = torch.stack((dst[rows // PAGE], 7 * rows % PAGE), 1).int()
+    commit = recorded(lambda: commit_path(arena, layout, nodes, slots))
+    view = layout.view(arena, layers - 1)
+    for (page_a, slot_a), (page_b, slot_b) in zip(nodes[[0, -1]].tolist(), slots[[0, -1]].tolist(), strict=True):
+        if not torch.equal(view[page_a, :, :, slot_a], view[page_b, :, :, slot_b]):
+            raise AssertionError("commit_path: the rows differ from those that were copied")
+    return {
+        "append_kv": [partial(append, appended, layer) for layer in range(layers)],
+        "append_kv of 32": [partial(append, 32, layer) for layer in range(layers)],
+        "copy_pages": copy,
+        "commit_path": commit,
+    }
+
+
+def move_row(name: str, us: float) -> dict[str, Any]:
+    nbytes = move_bytes()[name]
+    return with_target({"what": name, "us": us, "bytes": nbytes, "GB/s": nbytes / us / 1e3})
+
+
+# ---- peers: a case -> calls on tokens of as many layers ------------------------------------------------
+
+Peer = Callable[[Case, int], list[Call]]
+
+
+def _contiguous(case: Case, layers: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """q [B, Hq, rows, D], and keys and values [B, Hkv, L, D] of each layer."""
+    count, length = len(case.lengths), case.lengths[0]
+    q = torch.randn(count, case.heads, case.rows, case.dim, device="cuda", dtype=torch.bfloat16)
+    shape = (layers, 2, count, case.kv_heads, length, case.dim)
+    return q, [(k, v) for k, v in torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_()]
+
+
+def _sdpa(case: Case, layers: int) -> list[Call]:
+    from torch.nn.attention.bias import causal_lower_right
+
+    q, stored = _contiguous(case, layers)
+    options: dict[str, Any] = {"enable_gqa": True}
+    if case.rows == case.lengths[0]:
+        options["is_causal"] = True
+    elif case.rows > 1:
+        options["attn_mask"] = causal_lower_right(case.rows, case.lengths[0])
+    return [partial(F.scaled_dot_product_attention, q, k, v, **options) for k, v in stored]
+
+
+def _flex(case: Case, layers: int) -> list[Call]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, stored = _contiguous(case, layers)
+    ahead = case.lengths[0] - case.rows
+
+    def causal(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return key <= row + ahead
+
+    mask = create_block_mask(causal, None, None, case.rows, case.lengths[0], device="cuda")
+    attend = torch.compile(flex_attention)
+    return [partial(attend, q, k, v, block_mask=mask, enable_gqa=True) for k, v in stored]
+
+
+VLLM = ("vllm.v1.attention.ops.triton_unified_attention", "vllm.attention.ops.triton_unified_attention")
+
+
+def _vllm(case: Case, layers: int) -> list[Call]:
+    """Its Triton kernel on pages [pages, slots, kv heads, D]."""
+    module = next(import_module(name) for name in VLLM if _found(name))
+    count, length = len(case.lengths), case.lengths[0]
+    pages = count * -(-length // PAGE)
+    shape = (layers, 2, pages, PAGE, case.kv_heads, case.dim)
+    stored = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_()
+    q = torch.randn(case.num_rows, case.heads, case.dim, device="cuda", dtype=torch.bfloat16)
+    ones = torch.ones(count, case.kv_heads, device="cuda")
+    known = {
+        "q": q,
+        "out": torch.empty_like(q),
+        "cu_seqlens_q": torch.arange(count + 1, device="cuda", dtype=torch.int32) * case.rows,
+        "max_seqlen_q": case.rows,
+        "seqused_k": torch.full((count,), length, device="cuda", dtype=torch.int32),
+        "max_seqlen_k": length,
+        "softmax_scale": case.dim**-0.5,
+        "causal": True,
+        "window_size": (-1, -1),
+        "block_table": torch.randperm(pages, device="cuda").int().view(count, -1),
+        "softcap": 0,
+        "q_descale": None,
+        "k_descale": ones,
+        "v_descale": ones,
+    }
+    wanted = inspect.signature(module.unified_attention).parameters
+    arguments = {name: value for name, value in known.items() if name in wanted}
+    return [partial(module.unified_attention, k=k, v=v, **arguments) for k, v in stored]
+
+
+def _found(name: str) -> bool:
+    try:
+        import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+PEERS: Mapping[str, Peer] = {"torch": _sdpa, "flex": _flex, "vLLM": _vllm}
+
+
+def importable(peer: str) -> bool:
+    return peer != "vLLM" or installed("vllm") is not None
+
+
+def absent() -> list[str]:
+    return [name for name in PEERS if not importable(name)]
+
+
+# ---- measurement ---------------------------------------------------------------------------------------
+
+
+def measured_row(made: Sequences, times: dict[str, float]) -> dict[str, Any]:
+    made.check()
+    us = times[made.case.name] = made.time()
+    return figures(made.case, us, times)
+
+
+def peer_columns(case: Case, layers: int, failed: dict[str, str]) -> dict[str, float]:
+    found = {}
+    for name in (name for name in case.peers if importable(name)):
+        try:
+            found[f"{name} us"] = graph_us(PEERS[name](case, layers))
+        except Exception as error:  # a peer's failure is a result
+            failed[f"{name}, {case.name}"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+            torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    return found
+
+
+def tax_row(made: Sequences, us: float) -> dict[str, Any]:
+    """Ours beside every other plan."""
+    times = {}
+    for longest in TAX_PLANS:
+        made.space = Workspace()
+        with planned(longest):
+            times[longest] = made.time()
+    made.space = Workspace()
+    best = min(times, key=lambda longest: times[longest])
+    row = {"what": made.case.name, "us": us, "best us": times[best], "split above, chunks": best}
+    return row | {"tax %": 100 * max(0.0, us / times[best] - 1), "target": f"<= {100 * TAX_TARGET:.0f} %"}
+
+
+def measure(
+    cases: Sequence[Case] = CASES,
+    *,
+    deadline: float = math.inf,
+    peers: bool = True,
+    progress: Callable[[dict[str, Any]], None] = lambda result: None,
+) -> dict[str, Any]:
+    """Everything that fits before the deadline of time.monotonic(); progress sees each step."""
+    copy = copy_gbs()
+    result: dict[str, Any] = {"copy GB/s": copy, "rows": [], "tax": [], "peers failed": {}, "peers absent": absent()}
+    result["complete"] = False
+    times: dict[str, float] = {}
+    for case in cases:
+        if time.monotonic() > deadline:
+            return result
+        made = Sequences(case, "cuda")
+        result["rows"].append(row := measured_row(made, times))
+        row["% copy"] = 100 * row["GB/s"] / copy if "GB/s" in row else None
+        progress(result)
+        if case.tax and time.monotonic() < deadline:
+            result["tax"].append(tax_row(made, row["us"]))
+        layers = made.layers
+        del made
+        torch.cuda.empty_cache()
+        if peers and time.monotonic() < deadline:
+            row |= peer_columns(case, layers, result["peers failed"])
+        progress(result)
+    if len(cases) == len(CASES) and time.monotonic() < deadline:
+        result["rows"] += [move_row(name, graph_us(calls)) for name, calls in moves().items()]
+        progress(result)
+    return result | {"complete": True}
+
+
+# ---- the static model ------------------------------------------------------------------------------------
+
+
+def static_row(case: Case, times: dict[str, float], arch: int = STATIC_ARCH) -> dict[str, Any]:
+    """What the static model expects of a case with the plan and tiles that a GPU would take; nothing runs."""
+    import roofline
+
+    gpu = roofline.GPUS[arch]
+    us, launches, bounds, kernels = 0.0, 0, {}, []
+    for kernel, work in expected(case, arch):
+        prediction = roofline.predict(kernel, work, gpu)
+        us += prediction.us
+        bounds[prediction.us] = prediction.bound
+        kernels.append(kernel)
+        launches += 1 + work.side_launches
+    times[case.name] = us
+    first = max(kernels, key=lambda kernel: kernel.instructions)
+    row = figures(case, us, times) | {"bound": bounds[max(bounds)], "instr/page": first.instructions}
+    row |= {"regs": first.registers, "blocks/SM": first.blocks_per_sm, "launches": launches}
+    return row | {"source": MODEL}
+
+
+def expected(case: Case, arch: int) -> list[tuple[Any, Any]]:
+    """Kernel and work of every launch, the fold joined to the one before it."""
+    import roofline
+    from dryrun import dryrun
+
+    made, plans = Sequences(case, "cpu", layers=1, seed=None), []
+
+    def kept(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: (plans.append(make(*args, **options)), plans[-1])[1]
+
+    sms = roofline.GPUS[arch].sms
+    with (
+        mock.patch.object(attention, "_multiprocessors", lambda device: sms),
+        mock.patch.object(attention, "make_plan", kept(make_plan)),
+        mock.patch.object(trees, "make_tree_plan", kept(trees.make_tree_plan)),
+        dryrun(arch) as launches,
+    ):
+        made.run()
+    plan = plans[0]
+    parts = (plan.split, plan.shared, plan.tails) if case.parent else (plan.whole, plan.split, plan.shared)
+    slots_of_row = int(plan.slots[:, 2].max(initial=0))
+    found = []
+    for tiles, launched in zip(
+        (t for t in parts if len(t.items)), (x for x in launches if x.name != "_fold_kernel"), strict=True
+    ):
+        if case.parent and tiles is plan.tails:
+            pages, tokens = int(tiles.items[:, 3].sum()), case.num_rows
+        else:
+            pages, tokens = _visits(tiles.items, made.table)
+        rows = tiles.rows.shape[1]
+        work = roofline.attention_launch(
+            len(tiles.items),
+            pages,
+            tile_rows=rows,
+            kv_heads=case.kv_heads,
+            dim=case.dim,
+            token_bytes=made.pages.token_bytes,
+            dram_bytes=tokens * made.pages.token_bytes,
+        )
+        found.append([roofline.attention_kernel(launched, launched.metadata.num_stages), work])
+    if plan.num_slots:
+        found[-1][1] = roofline.with_fold(found[-1][1], plan.num_slots, slots_of_row, case.heads, case.dim)
+    return [tuple(pair) for pair in found]
+
+
+def _visits(items: np.ndarray, table: PageTable) -> tuple[int, int]:
+    """Pages that items read, and tokens in different ones of them."""
+    seen = np.zeros(table.ids.shape, bool)
+    for s, first, end in np.unique(items[:, 1:], axis=0):
+        seen[s, first:end] = True
+    return int((items[:, 3] - items[:, 2]).sum()), PAGE * len(np.unique(table.ids.numpy()[seen]))
+
+
+def static(cases: Sequence[Case] = CASES, arch: int = STATIC_ARCH) -> dict[str, Any]:
+    import roofline
+
+    times: dict[str, float] = {}
+    rows = [static_row(case, times, arch) for case in cases]
+    if len(cases) == len(CASES):
+        gpu = roofline.GPUS[arch]
+        floors = {name: nbytes / gpu.copy_gbs / 1e3 for name, nbytes in move_bytes().items()}
+        rows += [move_row(name, us + gpu.launch_us + gpu.latency_us) | {"source": MODEL} for name, us in floors.items()]
+    return {"source": MODEL, "arch": arch, "rows": rows}
+
+
+# ---- tables ------------------------------------------------------------------------------------------------
+
+COLUMNS = ("what", "us", "GB/s", "% copy", "TFLOP/s", "x base", "base", "target", "holds")
+STATIC_COLUMNS = (
+    *("what", "us", "GB/s", "TFLOP/s", "bytes", "flops", "x base", "base", "bound"),
+    *("instr/page", "regs", "blocks/SM", "launches", "target", "holds"),
+)
+TAX_COLUMNS = ("what", "us", "best us", "split above, chunks", "tax %", "target")
+
+
+def tables(result: Mapping[str, Any]) -> Iterator[Any]:
+    rows: list[Mapping[str, Any]] = result["rows"]
+    if result.get("source") == MODEL:
+        import roofline
+
+        gpu = roofline.GPUS[result["arch"]].name
+        yield rows_table(f"attention: {MODEL} ({gpu}, sm_{result['arch']}); targets for an H200", rows, STATIC_COLUMNS)
+        return
+    peers = [f"{name} us" for name in PEERS if any(f"{name} us" in row for row in rows)]
+    yield rows_table(f"attention (copy {result['copy GB/s']:.0f} GB/s); targets for an H200", rows, (*COLUMNS, *peers))
+    if result["tax"]:
+        yield rows_table("what our plan costs beside the best one", result["tax"], TAX_COLUMNS)
+    if result["peers absent"]:
+        yield f"not here: {', '.join(result['peers absent'])}"
+    yield from (f"{name} failed: {why}" for name, why in result["peers failed"].items())
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    case: Annotated[list[str] | None, typer.Option(help="name of a case; may be repeated")] = None,
+    minutes: Annotated[float, typer.Option(help="stop starting cases after this long")] = math.inf,
+    peers: Annotated[bool, typer.Option(help="time other libraries too")] = True,
+    static_only: Annotated[bool, typer.Option("--static", help="the static model though a GPU is there")] = False,
+    arch: Annotated[int, typer.Option(help="of the static model: 80, 86 or 90")] = STATIC_ARCH,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the results here")] = None,
+) -> None:
+    """Measure, or without a GPU print the static model."""
+    names = [c.name for c in CASES]
+    if unknown := set(case or ()) - set(names):
+        raise typer.BadParameter(f"unknown case {sorted(unknown)}; there are {names}")
+    bases = {c.base for c in CASES if case and c.name in case}
+    chosen = [c for c in CASES if not case or c.name in case or c.name in bases]
+    screen = console()
+    if has_gpu() and not static_only:
+        result = measure(chosen, deadline=time.monotonic() + 60 * minutes, peers=peers)
+    else:
+        screen.print(MODEL if static_only else f"no CUDA device: {MODEL}")
+        result = static(chosen, arch)
+    for table in tables(result):
+        screen.print(table)
+    if json_file is not None:
+        write_json(json_file, {"environment": environment(), "attention": result})
+
+
+# ---- pytest-benchmark ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def report(pytestconfig: pytest.Config) -> Iterator[dict[str, Any]]:
+    """Collects rows and prints their table when all is measured."""
+    result: dict[str, Any] = {"rows": [], "tax": [], "peers failed": {}, "peers absent": absent(), "times": {}}
+    result |= {"copy GB/s": copy_gbs()} if has_gpu() else {"source": MODEL, "arch": STATIC_ARCH}
+    yield result
+    capture: Any = pytestconfig.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        screen = console()
+        screen.print()
+        for table in tables(result):
+            screen.print(table)
+
+
+@lru_cache(maxsize=1)
+def _sequences(case: Case) -> Sequences:
+    return Sequences(case, "cuda")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_attention(request: pytest.FixtureRequest, report: dict[str, Any], case: Case) -> None:
+    if not has_gpu():
+        report["rows"].append(static_row(case, report["times"]))
+        return
+    made = _sequences(case)
+    row = measured_row(made, report["times"])
+    if case.tax:
+        report["tax"].append(tax_row(made, row["us"]))
+    row |= peer_columns(case, made.layers, report["peers failed"])
+    report["rows"].append(row)
+
+    def once() -> None:
+        made.run()
+        torch.cuda.synchronize()
+
+    benchmark = request.getfixturevalue("benchmark")
+    benchmark.extra_info.update(row)  # the graph's time; the benchmark's own is that of one call from the host
+    benchmark.pedantic(once, rounds=20, warmup_rounds=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu(), reason="moves are timed on a CUDA device, and there is none")
+def test_moves(benchmark: Any, report: dict[str, Any]) -> None:
+    made = moves()
+    rows = [move_row(name, graph_us(calls)) for name, calls in made.items()]
+    report["rows"] += rows
+    benchmark.extra_info.update({row["what"]: row for row in rows})
+    benchmark.pedantic(lambda: (made["copy_pages"][0](), torch.cuda.synchronize()), rounds=20, warmup_rounds=3)
+
+
+if __name__ == "__main__":
+    app()
