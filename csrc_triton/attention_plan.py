@@ -116,7 +116,7 @@ def make_plan(
     own = groups.chunk  # first chunk that a group reads by itself
     shared = _no_tiles(block_m)
     if is_cascade:
-        shared, own = _share(lists, groups, own, ratio, block_m, shared_m or block_m)
+        shared, own = _share(lists, groups, ratio, block_m, shared_m or block_m, room.slots)
     is_split = _is_split(groups, ratio, block_m, room) if longest_whole is None else groups.num_chunks > longest_whole
     is_split = is_split | (own > groups.chunk)
     counts = np.where(is_split, groups.num_chunks, 0)
@@ -250,7 +250,7 @@ def make_tree_plan(
     own = groups.chunk
     shared = _no_tiles(block_m)
     if is_cascade:
-        shared, own = _share(lists, groups, own, ratio, block_m, shared_m or block_m)
+        shared, own = _share(lists, groups, ratio, block_m, shared_m or block_m, None)
     every = np.ones(len(groups.start), bool)
     tokens, start, count = _runs(leaf, position // PAGE)
     leaves = leaf[tokens[start]]
@@ -278,22 +278,27 @@ def make_tree_plan(
 
 
 def _share(
-    lists: Lists, groups: Groups, own: np.ndarray, ratio: int, block_m: int, shared_m: int
+    lists: Lists, groups: Groups, ratio: int, block_m: int, shared_m: int, num_slots: int | None
 ) -> tuple[Tiles, np.ndarray]:
-    """Tiles of rows of several groups over the chunks that their lists begin with alike, and the chunks from which on
-    each group goes alone."""
-    own = own.copy()
+    """Tiles of rows of several sequences over the chunks that their lists begin with alike, and the chunks from which
+    on each group goes alone. Groups that fill a tile by themselves would save nothing, and those that share need slots
+    for all their chunks."""
+    own = groups.chunk
     rows, items, num_tiles = [], [], 0
-    for members, first, end in _common(lists, groups):
+    for members, first, end in _common(lists, groups, groups.count * ratio < shared_m):
         count = groups.count[members]
         together = -(-count.sum() * ratio // shared_m)
-        if together >= (-(-count * ratio // block_m)).sum():
+        saves = together < (-(-count * ratio // block_m)).sum() and len(np.unique(groups.seq[members])) > 1
+        new = int(groups.num_chunks[members] @ count) if first == 0 else 0
+        fits = num_slots is None or new <= num_slots
+        if not (saves and fits and (own[members] == first).all()):
             continue
         tile_rows, tiles = rows_of(groups.tokens_of(members), count.sum(keepdims=True), ratio, shared_m)
         entries = np.array([first * CHUNK]), np.array([end * CHUNK])
         rows.append(tile_rows)
         items.append(_chunk_items(np.array([num_tiles]), tiles, groups.seq[members[:1]], *entries))
         num_tiles += len(tile_rows)
+        num_slots = None if num_slots is None else num_slots - new
         own[members] = end
     return (Tiles(np.concatenate(rows), np.concatenate(items)) if rows else _no_tiles(shared_m)), own
 
@@ -302,11 +307,11 @@ def _no_tiles(block_m: int) -> Tiles:
     return Tiles(np.empty((0, block_m), np.int32), np.empty((0, 4), np.int32))
 
 
-def _common(lists: Lists, groups: Groups) -> Iterator[tuple[np.ndarray, int, int]]:
+def _common(lists: Lists, groups: Groups, chosen: np.ndarray) -> Iterator[tuple[np.ndarray, int, int]]:
     """Groups [k >= 2] and the chunks [first, end) that their lists have in common, all of them visible; outer ones
     first."""
     full = groups.end // CHUNK  # chunks whose entries all lie within what a group may see
-    waiting = [(np.arange(len(groups.seq)), 0)]
+    waiting = [(np.flatnonzero(chosen), 0)]
     while waiting:
         members, first = waiting.pop()
         members = members[full[members] > first]
