@@ -48,6 +48,7 @@ _HOME = {
     "token_tree": "tree",
     "rotation_slots": "tree",
     "tree_attention": "tree",
+    "tree_attention_workspace_nbytes": "tree",
     "KVLayout": "pages",
     "append_kv": "pages",
     "copy_pages": "pages",

@@ -303,10 +303,10 @@ class AttentionCall:
     ) -> AttentionCall:
         stored = _stored(name, q, arena, layout, layer, space)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        for what, x in (("q", q), ("out", out)):
-            check_heads(name, what, x)
         if out.shape != q.shape:
             raise ValueError(f"{name}: out is {tuple(out.shape)}, expected q's {tuple(q.shape)}")
+        for what, x in (("q", q), ("out", out)):
+            check_heads(name, what, x)
         if layout.head_dim % 8 or layout.head_dim > MAX_DIM:
             raise ValueError(f"{name}: head_dim is {layout.head_dim}, kernels take multiples of 8 up to {MAX_DIM}")
         for what, other in (("rope", rope.cos), ("sinks", sinks), ("out", out)):
@@ -321,7 +321,7 @@ class AttentionCall:
         turns = Turns(rope.cos, rope.sin, None if rope.factor == 1.0 else rope.factor)
         factor, cap = scale * LOG2E, 0.0
         if softcap is not None:
-            factor, cap = 2 * scale / softcap * LOG2E, softcap * LOG2E
+            factor, cap = scale / softcap, softcap * LOG2E
         first = layer * layout.layer_stride // ID_BYTES
         return cls(name, q, layout, shape, stored, first, rope, turns, factor, cap, window, sinks, out)
 
@@ -571,12 +571,14 @@ def check_heads(name: str, what: str, x: Tensor) -> None:
 
 
 def _check_rows(num_rows: int, table: PageTable, cu_rows: Tensor, row_pos: Tensor) -> None:
-    num_seqs = table.n.numel()
-    if cu_rows.numel() != num_seqs + 1 or int(cu_rows[-1]) != num_rows or row_pos.numel() != num_rows:
+    num_seqs, ends = table.n.numel(), cu_rows.tolist()
+    if len(ends) != num_seqs + 1 or ends[-1] != num_rows or row_pos.numel() != num_rows:
         raise ValueError(
             f"paged_attention: {num_seqs} sequences and {num_rows} rows need cu_rows of {num_seqs + 1} "
-            f"ending at {num_rows} and as many positions; got {cu_rows.tolist()} and {row_pos.numel()}"
+            f"ending at {num_rows} and as many positions; got {ends} and {row_pos.numel()}"
         )
+    if ends != sorted(ends) or ends[0] != 0:
+        raise ValueError(f"paged_attention: cu_rows must start at 0 and not decrease, got {ends}")
 
 
 # ---- reference ---------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from csrc_triton import cpu
 from csrc_triton.attention_plan import PAGE
 from csrc_triton.dequant import byte_planes, fp8_planes
@@ -29,6 +31,7 @@ NEAREST = constexpr(cpu.MIN_DISTANCE)
 # each of them do all of it
 ONES = constexpr(64)
 LOG2E = constexpr(math.log2(math.e))
+LARGEST = constexpr(torch.finfo(torch.float32).max)  # of a sink, so that of an infinite one all else is 0
 
 
 # ---- what kernels are given --------------------------------------------------------------------------
@@ -227,11 +230,19 @@ def _fma(x, factor, rest):
 
 
 @jit
+def _tanh(x):
+    """1 - 2 / (exp(2 x) + 1), which overflows for no x; where that would cancel, the series of tanh."""
+    y = x * x
+    series = x * (1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
+    return tl.where(y < 0.0625, series, 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0))
+
+
+@jit
 def attend(state, query, turns, keys, values, k_scale, v_scale, seen, scale, cap, SHAPE: tl.constexpr):
     """One tile of keys: the one body that every row of every kind of call goes through.
 
     keys and values as loaded, their scales [keys] or None; seen [rows, keys]. scale is times log2 e or, where scores
-    are capped, such that exp2 of a score is exp(2 score / cap); cap is times log2 e.
+    are capped, over cap; cap is times log2 e.
     """
     DTYPE: tl.constexpr = SHAPE.dtype
     cos, sin = turns
@@ -241,8 +252,8 @@ def attend(state, query, turns, keys, values, k_scale, v_scale, seen, scale, cap
     if SHAPE.codes != "":
         score = score * k_scale[None, :]
     score = score * scale
-    if SHAPE.capped:  # cap * tanh(x) as cap * (1 - 2 / (exp(2 x) + 1)), which overflows for no x
-        score = cap * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
+    if SHAPE.capped:
+        score = cap * _tanh(score)
     score = tl.where(seen, score, float("-inf"))
     m = tl.maximum(state.m, tl.max(score, 1))
     base = tl.where(m == float("-inf"), 0.0, m)
@@ -289,7 +300,7 @@ def first_state(sinks_ptr, head, alive, SHAPE: tl.constexpr):
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     sums = tl.full((ROWS,), 0.0, tl.float32)
     if sinks_ptr is not None:
-        m = tl.load(sinks_ptr + head, mask=alive, other=0.0) * LOG2E
+        m = tl.minimum(tl.load(sinks_ptr + head, mask=alive, other=0.0) * LOG2E, LARGEST)
         sums = tl.full((ROWS,), 1.0, tl.float32)
     if SHAPE.codes == "":
         return State(m, sums, (acc,))

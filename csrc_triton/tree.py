@@ -35,11 +35,12 @@ from csrc_triton.attention import (
     places_ref,
     read_ref,
     row_ref,
+    slot_nbytes,
     tile_of,
     turned_ref,
     upload,
 )
-from csrc_triton.attention_plan import CHUNK, make_tree_plan
+from csrc_triton.attention_plan import CHUNK, Lists, TreePlan, make_tree_plan
 from csrc_triton.attention_tile import (
     NEAREST,
     ONES,
@@ -162,6 +163,11 @@ def tails(table: PageTable, trees: Sequence[Tree], node_page: Tensor, node_slot:
         raise ValueError(
             f"tails: node_page is {node_page.dtype} {tuple(node_page.shape)} and node_slot {node_slot.dtype} "
             f"{tuple(node_slot.shape)}, expected int32 {position.shape} for the nodes of {len(trees)} trees"
+        )
+    if not (int(node_page.min()) >= 0 and 0 <= int(node_slot.min()) and int(node_slot.max()) < PAGE):
+        raise ValueError(
+            f"tails: nodes lie in pages from {int(node_page.min())} on and slots {int(node_slot.min())}.."
+            f"{int(node_slot.max())}, expected page ids from 0 on and slots in 0..{PAGE - 1}"
         )
     start = _tail_starts(table)
     counts = [len(t.leaves) for t in trees]
@@ -384,36 +390,49 @@ def _launch(
 
 
 def _device_plan(call: AttentionCall, arena: Tensor, table: PageTable, found: Tails, cascade: bool) -> DeviceTrees:
-    lists, ratio = lists_of(table), call.shape.ratio
-    seq, entry, base, page, slot, position, leaf = (t.numpy() for t in vars(found).values())
-    check_lists("tree_attention", lists, call.layout.num_ids(arena), position, call.rope)
+    lists, position = lists_of(table), found.position.numpy()
     num_ids = call.layout.num_ids(arena)
-    used = page >= 0
-    if used.any() and not (page.max() < num_ids and 0 <= slot[used].min() <= slot.max() < PAGE):
-        raise ValueError(
-            f"tree_attention: nodes lie in pages up to {page.max()} and slots up to {slot.max()}, "
-            f"expected ids below {num_ids} and slots in 0..{PAGE - 1}"
-        )
-    full = lists.n.copy()
-    full[seq] = entry
-    plan = make_tree_plan(
-        replace(lists, n=full),
-        position,
-        leaf,
-        seq,
-        base,
-        ratio=ratio,
-        block_m=tile_of(call.q, call.layout, int(np.bincount(seq[leaf]).max()) * ratio).rows,
-        window=call.window,
-        is_cascade=cascade and call.window is None,
-        shared_m=tile_of(call.q, call.layout, len(position) * ratio).rows,
-    )
+    check_lists("tree_attention", lists, num_ids, position, call.rope)
+    if int(found.page.max()) >= num_ids:
+        raise ValueError(f"tree_attention: nodes lie in pages up to {int(found.page.max())}, expected below {num_ids}")
+    plan = _plan(call.q, call.layout, lists, found, call.window, cascade)
     parts = [lists.ids, lists.base, lists.span, position, plan.slots, np.arange(len(position), dtype=np.int32)]
     tiles = [x for t in (plan.split, plan.shared, plan.tails) for x in (t.rows, t.items)]
-    there = upload([*parts, *tiles, page, slot, base], call.q.device)
+    tail = [found.page.numpy(), found.slot.numpy(), found.base.numpy()]
+    there = upload([*parts, *tiles, *tail], call.q.device)
     launches = ((there[6], there[7], False, False), (there[8], there[9], False, True))
     committed = DevicePlan.of(plan.num_slots, lists, there, launches)
     return DeviceTrees(committed, *there[10:])
+
+
+def _plan(q: Tensor, layout: KVLayout, lists: Lists, found: Tails, window: int | None, cascade: bool) -> TreePlan:
+    ratio, seq, leaf = q.shape[1] // layout.num_kv_heads, found.seq.numpy(), found.leaf.numpy()
+    full = lists.n.copy()
+    full[seq] = found.entry.numpy()
+    return make_tree_plan(
+        replace(lists, n=full),
+        found.position.numpy(),
+        leaf,
+        seq,
+        found.base.numpy(),
+        ratio=ratio,
+        block_m=tile_of(q, layout, int(np.bincount(seq[leaf]).max()) * ratio).rows,
+        window=window,
+        is_cascade=cascade and window is None,
+        shared_m=tile_of(q, layout, len(leaf) * ratio).rows,
+    )
+
+
+def tree_attention_workspace_nbytes(
+    q: Tensor, layout: KVLayout, table: PageTable, trees: Sequence[Tree], window: int | None = None
+) -> int:
+    """Bytes that `Workspace.scratch` needs for tree_attention of these nodes on q's device; 0 on a CPU."""
+    if not runs_kernel(q):
+        return 0
+    anywhere = torch.zeros(q.shape[0], dtype=torch.int32)
+    table = PageTable(*(t.cpu() for t in (table.ids, table.base, table.span, table.n)))
+    found = tails(table, trees, anywhere, anywhere)
+    return sum(slot_nbytes(_plan(q, layout, lists_of(table), found, window, True).num_slots, *q.shape[1:]))
 
 
 def tree_attention_ref(

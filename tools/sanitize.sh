@@ -14,4 +14,4 @@ fi
 # every tensor says that it is on one GPU
 PYTHONPATH=. exec "$env/bin/python" -m ttsem.sanitize pytest -p no:cacheprovider -m "not aot and not slow" \
     -k "not no_worse_than_torch and not offsets_past and not device and not infinities and not refuse and not fault" \
-    tests/test_fused.py tests/test_qgemm.py tests/test_qmatmul.py tests/test_w8a8.py "$@"
+    tests/test_{fused,qgemm,qmatmul,w8a8,pages,attention_tile}.py "$@"
