@@ -122,9 +122,9 @@ class PageLoop:
             "max": scores + 2 * rows + across,
             "shfl": 2 * rows + across,
             "fma": 2 * pairs + columns,
-            "mul": 2 * pairs + scores * (3 if self.pieces == 2 else 1) + capped,
+            "mul": 2 * pairs + scores * (3 if self.pieces == 2 else 1) + 8 * capped,
             "sub": pairs + scores + rows + capped,
-            "add": capped,
+            "add": 5 * capped,
             "div": capped,
         }
 
