@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from csrc_triton import cpu, cpu_attention, launch
-from csrc_triton.attention_plan import CHUNK, PAGE, Lists, Plan, Room, find_groups, make_plan
+from csrc_triton.attention_plan import CHUNK, FAR, PAGE, Lists, Plan, Room, find_groups, make_plan
 from csrc_triton.attention_tile import (
     Entries,
     Shape,
@@ -46,7 +46,7 @@ from csrc_triton.attention_tile import (
     turns_at,
 )
 from csrc_triton.cpu_attention import Workspace
-from csrc_triton.fused import FLOATS, ROW_BYTES, RopeTable, units
+from csrc_triton.fused import FLOATS, ROW_BYTES, RopeTable, check_rope, units
 from csrc_triton.launch import OPTIONS, constexpr, jit, runs_kernel, tl
 from csrc_triton.operands import carve
 from csrc_triton.pages import ID_BYTES, KVLayout, check_arena, layer_scales, layer_view, model_order
@@ -239,27 +239,28 @@ def paged_attention(
     denominator of its head. A row that sees no key gives zeros. `workspace` keeps what the layers of one forward share.
 
     On a GPU q is bfloat16, float16 or float32, its rows 16-byte aligned; products are computed in the pages' dtype,
-    of codes in q's. cascade: sequences whose lists begin with the same chunks read them together; the same bits. The
-    lists, cu_rows and row_pos are read on the host once a workspace: pass CPU tensors, or a copy is awaited. On a CPU
-    q is float32.
+    of codes in bfloat16, or float32 like q. cascade: sequences whose lists begin with the same chunks read them
+    together; the same bits. Lists, cu_rows and row_pos are read on the host when a workspace is first given them: pass
+    CPU tensors, or a copy is awaited. On a CPU q is float32.
     """
-    check_attention("paged_attention", q, layout, window, softcap, sinks)
+    window = check_attention("paged_attention", q, layout, window, softcap, sinks, out)
     space = Workspace() if workspace is None else workspace
-    if "rows checked" not in space:
-        _check_rows(q.shape[0], table, cu_rows, row_pos)
-        space["rows checked"] = True
+    space.begin("attention", arena, table, cu_rows, row_pos)
+    if "rows" not in space:
+        space["rows"] = _rows_of("paged_attention", arena, layout, table, cu_rows, row_pos)
+    check_reach("paged_attention", q, len(space["rows"].position), space["rows"].farthest, rope)
     if not runs_kernel(q):
-        view = layer_view(arena, layout, layer, workspace)
-        cpu.refuse_device("paged_attention", q)
+        view = layer_view(arena, layout, layer, space)
+        check_cpu("paged_attention", q)
         y = cpu_attention.paged_attention_cpu(
             q, view, table, cu_rows, row_pos, rope,
             scale=scale, window=window, softcap=softcap, sinks=sinks,
-            scales=layer_scales(arena, layout, layer, space) if layout.scaled else None, workspace=workspace,
+            scales=layer_scales(arena, layout, layer, space) if layout.scaled else None, workspace=space,
         )  # fmt: skip
         return y if out is None else out.copy_(y)
     call = AttentionCall.of("paged_attention", q, arena, layout, layer, rope, scale, window, softcap, sinks, out, space)
     if q.shape[0]:
-        made = _device_plan(call, arena, table, cu_rows, row_pos, cascade, space)
+        made = _device_plan(call, space["rows"], cascade, space)
         slots = call.slots(made.num_slots, space)
         for rows, items, is_whole, is_shared in made.launches:
             call.run(rows, items, is_whole, is_shared, made, slots)
@@ -303,8 +304,6 @@ class AttentionCall:
     ) -> AttentionCall:
         stored = _stored(name, q, arena, layout, layer, space)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        if out.shape != q.shape:
-            raise ValueError(f"{name}: out is {tuple(out.shape)}, expected q's {tuple(q.shape)}")
         for what, x in (("q", q), ("out", out)):
             check_heads(name, what, x)
         if layout.head_dim % 8 or layout.head_dim > MAX_DIM:
@@ -383,7 +382,8 @@ def attention_workspace_nbytes(
     if not runs_kernel(q):
         return 0
     shape = _shape_of(q, layout, None, window is not None, False)
-    plan = _plan(q, layout, shape, lists_of(table), cu_rows.cpu().numpy(), row_pos.cpu().numpy(), window, True)
+    seq = np.repeat(np.arange(table.n.numel()), np.diff(cu_rows.cpu().numpy()))
+    plan = _plan(q, layout, shape, lists_of(table), seq, row_pos.cpu().numpy(), window, True)
     return sum(slot_nbytes(plan.num_slots, *q.shape[1:]))
 
 
@@ -423,7 +423,9 @@ def _shape(
 def _shape_of(q: Tensor, layout: KVLayout, rope: RopeTable | None, windowed: bool, capped: bool) -> Shape:
     codes = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(layout.dtype, "")
     turned = layout.head_dim // 2 if rope is None else rope.rot_dim // 2
-    dtype = q.dtype if codes else layout.dtype
+    dtype = layout.dtype
+    if codes:  # a weight times a value's scale may be less than a float16 holds
+        dtype = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
     heads = layout.num_kv_heads
     arch = launch.asm_arch(launch.arch_of(q))
     return _shape(q.shape[1] // heads, heads, layout.head_dim, turned, codes, dtype, windowed, capped, arch)
@@ -448,12 +450,11 @@ def _plan(
     layout: KVLayout,
     shape: Shape,
     lists: Lists,
-    cu_rows: np.ndarray,
+    seq: np.ndarray,
     row_pos: np.ndarray,
     window: int | None,
     cascade: bool,
 ) -> Plan:
-    seq = np.repeat(np.arange(len(cu_rows) - 1), np.diff(cu_rows))
     groups = find_groups(lists, seq, row_pos, window)
     most = int(groups.count.max(initial=1)) * shape.ratio
     programs = OCCUPANCY * _multiprocessors(q.device)
@@ -476,42 +477,52 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _device_plan(
-    call: AttentionCall,
-    arena: Tensor,
-    table: PageTable,
-    cu_rows: Tensor,
-    row_pos: Tensor,
-    cascade: bool,
-    space: Workspace,
-) -> DevicePlan:
+class Rows(NamedTuple):
+    """What a call's rows and lists are, checked, on the host."""
+
+    lists: Lists
+    seq: np.ndarray  # [T]
+    position: np.ndarray  # [T]
+    farthest: int  # distance from a row to a page
+
+
+def _rows_of(name: str, arena: Tensor, layout: KVLayout, table: PageTable, cu_rows: Tensor, row_pos: Tensor) -> Rows:
+    lists, ends, position = lists_of(table), cu_rows.cpu().numpy(), row_pos.cpu().numpy()
+    if len(ends) != len(lists.n) + 1 or ends[-1] != len(position):
+        raise ValueError(
+            f"{name}: {len(lists.n)} sequences and {len(position)} positions need cu_rows of {len(lists.n) + 1} "
+            f"ending at {len(position)}, got {ends.tolist()}"
+        )
+    if ends[0] != 0 or (np.diff(ends) < 0).any():
+        raise ValueError(f"{name}: cu_rows must start at 0 and not decrease, got {ends.tolist()}")
+    farthest = check_lists(name, lists, layout.num_ids(arena), position)
+    return Rows(lists, np.repeat(np.arange(len(ends) - 1), np.diff(ends)), position, farthest)
+
+
+def _device_plan(call: AttentionCall, rows: Rows, cascade: bool, space: Workspace) -> DevicePlan:
     """The plan of these rows, made once a workspace for layers of one window; one upload."""
     key = ("attention plan", call.window, cascade, call.shape.ratio, call.layout)
     if key not in space:
-        lists, rows, position = lists_of(table), cu_rows.cpu().numpy(), row_pos.cpu().numpy()
-        check_lists(call.name, lists, call.layout.num_ids(arena), position, call.rope)
-        plan = _plan(call.q, call.layout, call.shape, lists, rows, position, call.window, cascade)
+        lists, seq, position, _ = rows
+        plan = _plan(call.q, call.layout, call.shape, lists, seq, position, call.window, cascade)
         tiles = (plan.whole, plan.split, plan.shared)
         parts = [lists.ids, lists.base, lists.span, position, plan.slots, plan.merged]
         there = upload([*parts, *(x for t in tiles for x in (t.rows, t.items))], call.q.device)
         launches = zip(there[6::2], there[7::2], (True, False, False), (False, False, True), strict=True)
         space[key] = DevicePlan.of(plan.num_slots, lists, there, tuple(launches))
     made: DevicePlan = space[key]
-    check_workspace(call, made)
     return made
 
 
-def check_workspace(call: AttentionCall, made: DevicePlan) -> None:
-    """Refuse a workspace that was made for other rows."""
-    if len(made.position) != call.q.shape[0]:
+def check_lists(name: str, lists: Lists, num_ids: int, position: np.ndarray) -> int:
+    """Refuse lists that name pages outside the arena or do not ascend; -> the farthest that a row is from a page."""
+    for what, x in (*vars_of(lists), ("row positions", position)):
+        if x.dtype.kind != "i":
+            raise ValueError(f"{name}: {what} are {x.dtype}, expected int32")
+    if lists.n.size and not 0 <= lists.n.min() <= lists.n.max() <= lists.ids.shape[1]:
         raise ValueError(
-            f"{call.name}: the workspace is of a forward of {len(made.position)} rows, q has {call.q.shape[0]}; "
-            "take a new one for every forward"
+            f"{name}: lists have {lists.n.min()}..{lists.n.max()} entries, expected 0..{lists.ids.shape[1]}"
         )
-
-
-def check_lists(name: str, lists: Lists, num_ids: int, position: np.ndarray, rope: RopeTable) -> None:
-    """Refuse lists that name pages outside the arena, and positions that the rope table does not reach."""
     used = lists.used
     ids, base = lists.ids[used], lists.base[used]
     if ids.size and not 0 <= ids.min() <= ids.max() < num_ids:
@@ -522,11 +533,29 @@ def check_lists(name: str, lists: Lists, num_ids: int, position: np.ndarray, rop
             f"{name}: entries hold slots up to {hi.max()} from position {base.min()} on, expected lo <= hi <= {PAGE} "
             f"and positions of slot 0 from {1 - PAGE} on"
         )
+    if (lists.first[:, 1:] < lists.end[:, :-1])[used[:, 1:]].any():
+        raise ValueError(f"{name}: the entries of a list must ascend in position")
     if position.size and position.min() < 0:
         raise ValueError(f"{name}: row positions start at {position.min()}, expected 0 or more")
-    farthest = int(position.max(initial=0)) // PAGE * PAGE - int(base.min(initial=0))
+    return int(position.max(initial=0)) // PAGE * PAGE - int(base.min(initial=0))
+
+
+def vars_of(lists: Lists) -> list[tuple[str, np.ndarray]]:
+    return [("page ids", lists.ids), ("positions of slot 0", lists.base), ("spans", lists.span), ("counts", lists.n)]
+
+
+def check_reach(name: str, q: Tensor, num_rows: int, farthest: int, rope: RopeTable) -> None:
+    if q.shape[0] != num_rows:
+        raise ValueError(f"{name}: q has {q.shape[0]} rows, expected one for each of {num_rows} positions")
     if farthest > rope.max_position:
         raise ValueError(f"{name}: rows are up to {farthest} from a page, the rope table ends at {rope.max_position}")
+    check_rope(name, rope)
+
+
+def check_cpu(name: str, q: Tensor) -> None:
+    cpu.refuse_device(name, q)
+    if q.dtype != torch.float32:
+        raise ValueError(f"{name}: q is {q.dtype}, expected float32 on a CPU")
 
 
 def upload(parts: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -544,19 +573,32 @@ def upload(parts: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 def check_attention(
-    name: str, q: Tensor, layout: KVLayout, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> None:
+    name: str,
+    q: Tensor,
+    layout: KVLayout,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    out: Tensor | None,
+) -> int | None:
+    """Refuse what any path would misread; -> the window, None where no position is that far."""
     cpu.refuse_grad(name, q, sinks)
     if q.ndim != 3 or q.shape[2] != layout.head_dim or q.shape[1] % layout.num_kv_heads:
         raise ValueError(
             f"{name}: q is {tuple(q.shape)}, expected [T, a multiple of {layout.num_kv_heads}, {layout.head_dim}]"
         )
+    if out is not None and out.shape != q.shape:
+        raise ValueError(f"{name}: out is {tuple(out.shape)}, expected q's {tuple(q.shape)}")
     if window is not None and window < 1:
         raise ValueError(f"{name}: window must be at least 1, got {window}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{name}: softcap must be above 0, got {softcap}")
-    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.dtype != torch.float32):
-        raise ValueError(f"{name}: sinks are {sinks.dtype} {tuple(sinks.shape)}, expected float32 {(q.shape[1],)}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"{name}: softcap must be above 0 and finite, got {softcap}")
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.dtype != torch.float32 or not sinks.is_contiguous()):
+        raise ValueError(
+            f"{name}: sinks are {sinks.dtype} {tuple(sinks.shape)} with strides {sinks.stride()}, expected contiguous "
+            f"float32 {(q.shape[1],)}"
+        )
+    return window if window is None or window < FAR else None
 
 
 def check_heads(name: str, what: str, x: Tensor) -> None:
@@ -568,17 +610,6 @@ def check_heads(name: str, what: str, x: Tensor) -> None:
             f"{name}: {what} must be float32, bfloat16 or float16, its tokens' heads contiguous and starting at "
             f"multiples of {ROW_BYTES} bytes, got {x.dtype} with strides {x.stride()} and address {x.data_ptr():#x}"
         )
-
-
-def _check_rows(num_rows: int, table: PageTable, cu_rows: Tensor, row_pos: Tensor) -> None:
-    num_seqs, ends = table.n.numel(), cu_rows.tolist()
-    if len(ends) != num_seqs + 1 or ends[-1] != num_rows or row_pos.numel() != num_rows:
-        raise ValueError(
-            f"paged_attention: {num_seqs} sequences and {num_rows} rows need cu_rows of {num_seqs + 1} "
-            f"ending at {num_rows} and as many positions; got {ends} and {row_pos.numel()}"
-        )
-    if ends != sorted(ends) or ends[0] != 0:
-        raise ValueError(f"paged_attention: cu_rows must start at 0 and not decrease, got {ends}")
 
 
 # ---- reference ---------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ PAGE = 64
 CHUNK = 8  # list entries whose states are kept apart until they are folded
 NO_ROW = -1
 FAR = np.iinfo(np.int32).max
-WHOLE_ROWS = 64  # a tile of so many rows is done whole unless it has more than an average program's work
+WHOLE_ROWS = 64  # what traffic for a row's states weighs against waiting: see `_is_split`
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,6 @@ class Tiles:
 class Plan:
     """What the launches of one forward share."""
 
-    block_m: int
     whole: Tiles
     split: Tiles
     shared: Tiles
@@ -122,7 +121,6 @@ def make_plan(
     counts = np.where(is_split, groups.num_chunks, 0)
     slots = _slots(groups, np.repeat(counts, groups.count))
     return Plan(
-        block_m,
         _whole(groups, ~is_split, ratio, block_m),
         _split(groups, is_split, own, ratio, block_m),
         shared,

@@ -34,9 +34,20 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class Workspace(dict[Any, Any]):
-    """Scratch of one forward over one page table: what all layers share is computed once. Owned by the caller."""
+    """Scratch of one forward over one page table: what all layers share is computed once. Owned by the caller.
+
+    It knows whose it is by the tensors it was made for: given others, it forgets what it kept and begins anew.
+    """
 
     scratch: Tensor | None = None  # uint8, for kernels to leave sums in; allocated where there is none
+
+    def begin(self, kind: str, *inputs: Any) -> None:
+        """Called with what the layers of a forward share."""
+        known = self.get(("of", kind))
+        if known is None or len(known) != len(inputs) or any(a is not b for a, b in zip(known, inputs, strict=True)):
+            if known is not None:
+                self.clear()
+            self["of", kind] = inputs
 
 
 # ---- what this machine's torch holds still -----------------------------------------------------------
@@ -78,9 +89,9 @@ def padded_keys(keys: int, head_dim: int) -> int:
 def _turn(space: Workspace, name: str, rope: RopeTable, distance: Tensor, head_dim: int) -> Tensor:
     """[T, 1, D / 2], YaRN's factor included."""
     key = (name, id(rope))
-    if key not in space:
-        space[key] = rotation(rope, distance.long(), head_dim, rope.factor)[:, None]
-    turn: Tensor = space[key]
+    if key not in space:  # the table is kept too: its id would name another one after its end
+        space[key] = rope, rotation(rope, distance.long(), head_dim, rope.factor)[:, None]
+    turn: Tensor = space[key][1]
     return turn
 
 
@@ -108,8 +119,9 @@ def append_kv_cpu(
     space = Workspace() if workspace is None else workspace
     turn = _turn(space, "slot", rope, rot_slot, k.shape[-1])
     largest = largest_stored(view.dtype)
-    k = from_pairs(turn_(pairs(k.float(), rope.rot_dim), turn)).clamp_(-largest, largest)
-    v = v.float().clamp(-largest, largest)
+    k = k.float().clamp(-largest, largest)  # an infinity would turn into NaN
+    k = from_pairs(turn_(pairs(k, rope.rot_dim), turn)).clamp_(-largest, largest)
+    v = v.float().nan_to_num(0.0).clamp_(-largest, largest)  # a NaN times the weight 0 of a row that does not see it
     if "where" not in space:
         space["where"] = (page_id.long(), store_slot.long(), page_id.tolist(), store_slot.tolist())
     if scales is not None:

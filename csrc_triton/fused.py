@@ -94,6 +94,15 @@ def rope_table(
     return RopeTable(cos, sin, 2 * freq.numel(), factor)
 
 
+def check_rope(name: str, rope: RopeTable) -> None:
+    """Refuse tables that kernels would misread."""
+    for table in (rope.cos, rope.sin):
+        if table.dtype != torch.float32 or not table.is_contiguous():
+            raise ValueError(
+                f"{name}: rope tables must be contiguous float32, got {table.dtype} with strides {table.stride()}"
+            )
+
+
 # ---- rows --------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from csrc_triton import cpu, cpu_attention
 from csrc_triton.cpu_attention import CODE_MAX, PAGE, Workspace, largest_stored
-from csrc_triton.fused import FLOATS, ROUND, ROW_BYTES, RopeTable, row_at, units
+from csrc_triton.fused import FLOATS, ROUND, ROW_BYTES, RopeTable, check_rope, row_at, units
 from csrc_triton.launch import OPTIONS, arch_of, constexpr, jit, runs_kernel, tl
 
 ID_BYTES = 4096  # an id counts bytes in these units
@@ -243,9 +243,12 @@ def _append_kernel(
     k_ptr, v_ptr = row_at(k_ptr, token, k_stride), row_at(v_ptr, token, v_stride)
     a = tl.load(k_ptr + head[:, None] * D + first[None, :], mask=mask, other=0.0).to(tl.float32)
     b = tl.load(k_ptr + head[:, None] * D + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    a, b = _saturated(a, LARGEST), _saturated(b, LARGEST)  # an infinity would turn into NaN
     v_ptrs = v_ptr + head[:, None] * D + col[None, :]
     v_first = tl.load(v_ptrs, mask=mask, other=0.0).to(tl.float32)
     v_second = tl.load(v_ptrs + half, mask=mask, other=0.0).to(tl.float32)
+    # a NaN times the weight 0 would reach rows that do not see it; a token with one has NaN in its key as well
+    v_first, v_second = tl.where(v_first == v_first, v_first, 0.0), tl.where(v_second == v_second, v_second, 0.0)
 
     row = (tl.load(rot_slot_ptr + token).to(tl.int64) - FIRST_DISTANCE) * turning
     cos = (tl.load(cos_ptr + row + col, mask=rotates, other=0.0) * factor)[None, :]
@@ -282,9 +285,9 @@ def append_kv(
     """Store T tokens: k, v [T, Hkv, D] (k normed, unrotated), page_id, store_slot, rot_slot [T] int32.
 
     Keys are rotated by rot_slot; numbers outside the layout's dtype saturate to its largest finite one (those of
-    scaled layouts to bfloat16's). No two tokens share a place. k and v may be parts of one tensor: only their
-    tokens' stride is free. Page ids and slots may be on the CPU, where they are checked; `workspace` remembers that
-    and their copies.
+    scaled layouts to bfloat16's), and a NaN among values is stored as 0. No two tokens share a place. k and v may be
+    parts of one tensor: only their tokens' stride is free. Page ids and slots may be on the CPU, where they are
+    checked; `workspace` remembers that and their copies.
     """
     cpu.refuse_grad("append_kv", k, v)
     want = (page_id.numel(), layout.num_kv_heads, layout.head_dim)
@@ -301,13 +304,18 @@ def append_kv(
             f"append_kv: rope turns {rope.rot_dim} dims up to position {rope.max_position}, expected at most "
             f"{layout.head_dim} dims and at least {PAGE - 1}"
         )
-    view = layer_view(arena, layout, layer, workspace)
+    check_rope("append_kv", rope)
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype not in FLOATS:
+            raise ValueError(f"append_kv: {name} is {tensor.dtype}, expected float32, bfloat16 or float16")
     space = Workspace() if workspace is None else workspace
+    space.begin("append", arena, page_id, store_slot, rot_slot)
+    view = layer_view(arena, layout, layer, space)
     if runs_kernel(k):
         _launch_append(k, v, arena, layout, layer, (page_id, store_slot, rot_slot), rope, space)
         return
     cpu.refuse_device("append_kv", k)
-    _check_places(len(view), (page_id, store_slot, rot_slot), space)
+    _check_places(layout.num_ids(arena), (page_id, store_slot, rot_slot), space)
     scales = layer_scales(arena, layout, layer, space) if layout.scaled else None
     cpu_attention.append_kv_cpu(k, v, view, page_id, store_slot, rot_slot, rope, space, scales)
 

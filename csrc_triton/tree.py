@@ -23,14 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from csrc_triton import cpu, cpu_attention
+from csrc_triton import cpu_attention
 from csrc_triton.attention import (
     AttentionCall,
     DevicePlan,
     PageTable,
     check_attention,
+    check_cpu,
     check_lists,
-    check_workspace,
+    check_reach,
     lists_of,
     places_ref,
     read_ref,
@@ -161,12 +162,12 @@ def tails(table: PageTable, trees: Sequence[Tree], node_page: Tensor, node_slot:
     seq, position = _positions(table, trees)
     if not node_page.shape == node_slot.shape == position.shape or {node_page.dtype, node_slot.dtype} != {torch.int32}:
         raise ValueError(
-            f"tails: node_page is {node_page.dtype} {tuple(node_page.shape)} and node_slot {node_slot.dtype} "
+            f"tree_attention: node_page is {node_page.dtype} {tuple(node_page.shape)} and node_slot {node_slot.dtype} "
             f"{tuple(node_slot.shape)}, expected int32 {position.shape} for the nodes of {len(trees)} trees"
         )
     if not (int(node_page.min()) >= 0 and 0 <= int(node_slot.min()) and int(node_slot.max()) < PAGE):
         raise ValueError(
-            f"tails: nodes lie in pages from {int(node_page.min())} on and slots {int(node_slot.min())}.."
+            f"tree_attention: nodes lie in pages from {int(node_page.min())} on and slots {int(node_slot.min())}.."
             f"{int(node_slot.max())}, expected page ids from 0 on and slots in 0..{PAGE - 1}"
         )
     start = _tail_starts(table)
@@ -229,7 +230,7 @@ def _positions(table: PageTable, trees: Sequence[Tree]) -> tuple[np.ndarray, np.
     """Sequence and position of every node, [T] each."""
     if not trees or len(trees) != table.n.numel():
         raise ValueError(
-            f"tree: {len(trees)} trees for {table.n.numel()} page lists, expected one of each per sequence"
+            f"tree_attention: {len(trees)} trees for {table.n.numel()} page lists, expected one of each per sequence"
         )
     seq = np.repeat(np.arange(len(trees)), [len(t.parent) for t in trees])
     start = _tail_starts(table)
@@ -329,29 +330,46 @@ def tree_attention(
     table: the committed lists of the B sequences; node_page, node_slot [T] int32: where a node's key and value lie.
     Windows go by position. The rest is as in paged_attention; table, node_page and node_slot are read on the host.
     """
-    check_attention("tree_attention", q, layout, window, softcap, sinks)
+    window = check_attention("tree_attention", q, layout, window, softcap, sinks, out)
     space = Workspace() if workspace is None else workspace
-    if "tails" not in space:
-        table = PageTable(*(t.cpu() for t in (table.ids, table.base, table.span, table.n)))
-        space["tails"] = tails(table, trees, node_page.cpu(), node_slot.cpu())
-        if q.shape[0] != node_page.numel():
-            raise ValueError(
-                f"tree_attention: q has {q.shape[0]} rows, expected one for each of {node_page.numel()} nodes"
-            )
+    space.begin("attention", arena, table, *trees, node_page, node_slot)
+    if "nodes" not in space:
+        space["nodes"] = _nodes_of(arena, layout, table, trees, node_page, node_slot)
+    nodes: Nodes = space["nodes"]
+    check_reach("tree_attention", q, len(nodes.tails.position), nodes.farthest, rope)
     if runs_kernel(q):
         call = AttentionCall.of(
             "tree_attention", q, arena, layout, layer, rope, scale, window, softcap, sinks, out, space
         )
-        _launch(call, arena, table, space["tails"], cascade, space)
+        _launch(call, nodes, cascade, space)
         return call.out
-    view = layer_view(arena, layout, layer, workspace)
-    cpu.refuse_device("tree_attention", q)
+    view = layer_view(arena, layout, layer, space)
+    check_cpu("tree_attention", q)
     y = cpu_attention.tree_attention_cpu(
-        q, view, table, trees, space["tails"], node_page, node_slot, rope,
+        q, view, table, trees, nodes.tails, node_page, node_slot, rope,
         scale=scale, window=window, softcap=softcap, sinks=sinks,
         scales=layout.scales(arena, layer) if layout.scaled else None, workspace=space,
     )  # fmt: skip
     return y if out is None else out.copy_(y)
+
+
+class Nodes(NamedTuple):
+    """What a call's lists and trees are, checked, on the host."""
+
+    lists: Lists
+    tails: Tails
+    farthest: int  # distance from a node to a page
+
+
+def _nodes_of(
+    arena: Tensor, layout: KVLayout, table: PageTable, trees: Sequence[Tree], node_page: Tensor, node_slot: Tensor
+) -> Nodes:
+    table = PageTable(*(t.cpu() for t in (table.ids, table.base, table.span, table.n)))
+    lists, num_ids = lists_of(table), layout.num_ids(arena)
+    found = tails(table, trees, node_page.cpu(), node_slot.cpu())
+    if int(node_page.max()) >= num_ids:
+        raise ValueError(f"tree_attention: nodes lie in pages up to {int(node_page.max())}, expected below {num_ids}")
+    return Nodes(lists, found, check_lists("tree_attention", lists, num_ids, found.position.numpy()))
 
 
 class DeviceTrees(NamedTuple):
@@ -365,15 +383,12 @@ class DeviceTrees(NamedTuple):
     base: Tensor  # [leaves]
 
 
-def _launch(
-    call: AttentionCall, arena: Tensor, table: PageTable, found: Tails, cascade: bool, space: Workspace
-) -> None:
+def _launch(call: AttentionCall, nodes: Nodes, cascade: bool, space: Workspace) -> None:
     """Committed full pages once for all nodes, every leaf's tail once for its own, and the fold."""
     key = ("tree plan", call.window, cascade, call.shape.ratio, call.layout)
     if key not in space:
-        space[key] = _device_plan(call, arena, table, found, cascade)
+        space[key] = _device_plan(call, nodes, cascade)
     made: DeviceTrees = space[key]
-    check_workspace(call, made.committed)
     slots = call.slots(made.committed.num_slots, space)
     for rows, items, is_whole, is_shared in made.committed.launches:
         call.run(rows, items, is_whole, is_shared, made.committed, slots)
@@ -389,12 +404,9 @@ def _launch(
     call.fold(made.committed.merged, made.committed.slots, slots)
 
 
-def _device_plan(call: AttentionCall, arena: Tensor, table: PageTable, found: Tails, cascade: bool) -> DeviceTrees:
-    lists, position = lists_of(table), found.position.numpy()
-    num_ids = call.layout.num_ids(arena)
-    check_lists("tree_attention", lists, num_ids, position, call.rope)
-    if int(found.page.max()) >= num_ids:
-        raise ValueError(f"tree_attention: nodes lie in pages up to {int(found.page.max())}, expected below {num_ids}")
+def _device_plan(call: AttentionCall, nodes: Nodes, cascade: bool) -> DeviceTrees:
+    lists, found, _ = nodes
+    position = found.position.numpy()
     plan = _plan(call.q, call.layout, lists, found, call.window, cascade)
     parts = [lists.ids, lists.base, lists.span, position, plan.slots, np.arange(len(position), dtype=np.int32)]
     tiles = [x for t in (plan.split, plan.shared, plan.tails) for x in (t.rows, t.items)]

@@ -911,7 +911,7 @@ def test_entries_without_tokens_change_nothing() -> None:
         expected = case.run(part)[0]
         assert_values(case, [expected], part)
         full = case.lists[0]
-        for at, (base, lo, hi) in ((0, (-63, 7, 7)), (2, (128, 64, 64)), (3, (192, 0, 0))):
+        for at, (base, lo, hi) in ((0, (-63, 7, 7)), (2, (64, 64, 64)), (3, (192, 0, 0))):
             case.lists[0] = [*full[:at], (case.spare[0], base, lo, hi), *full[at:]]
             q, arena, layout, layer, table, *rest = case.inputs(part)
             table = garbage_behind(table_of([case.lists[0]]))
@@ -963,15 +963,25 @@ def test_layers_share_a_plan_and_its_scratch() -> None:
     """Layers of one forward that differ in their window, or in what else a plan does not know."""
     case = make((2, 1, 16), [130, 70], layers=3)
     parts = [(0, 127, 130), (1, 69, 70)]
+    q, arena, layout, _, table, cu_rows, row_pos, turns = case.inputs(*parts)
     space = Workspace()
+
+    def run(layer: int, table: PageTable, turns: RopeTable = turns) -> Tensor:
+        return case.attend(q, arena, layout, layer, table, cu_rows, row_pos, turns, workspace=space)
+
     with ordered(races=True), cut(ALL_SPLIT) as plans:
         for layer, options, made in ((0, {}, 1), (1, {"window": 70}, 1), (2, {}, 0), (2, {"softcap": 5.0}, 0)):
             case.options = options
             expected = case.run(*parts, layer=layer)
             assert_values(case, expected, *parts, layer=layer)
             before = len(plans)
-            assert_same_bits(torch.cat(case.run(*parts, layer=layer, workspace=space)), torch.cat(expected))
+            assert_same_bits(run(layer, table), torch.cat(expected))
             assert len(plans) - before == made
+        before = len(plans)
+        with pytest.raises(ValueError, match=r"rows are up to 128 from a page, the rope table ends at 63"):
+            run(2, table, rope(16, max_position=63))
+        assert_same_bits(run(2, replace(table)), torch.cat(expected))  # another forward's: planned anew
+        assert len(plans) - before == 1
 
 
 # ---- refusals ----------------------------------------------------------------------------------------
@@ -1039,7 +1049,7 @@ def test_paged_attention_refuses() -> None:
             "head_dim is 264, kernels take multiples of 8 up to 256",
         ),
         ({"rope": rope(32)}, r"rope turns 32 dims up to position \d+, expected at most 16"),
-        ({"rope": short}, r"rope turns 16 dims up to position 62, .* at least 63"),
+        ({"rope": short}, r"rows are up to 64 from a page, the rope table ends at 62"),
         ({"row_pos": row_pos + 2112}, rf"rows are up to 2176 from a page, the rope table ends at {turns.max_position}"),
         ({"table": changed("base", 0, -63), "rope": rope(16, max_position=63)}, "rows are up to 127 from a page"),
         ({"table": changed("base", 0, -64)}, r"positions of slot 0 from -63 on"),
@@ -1048,15 +1058,20 @@ def test_paged_attention_refuses() -> None:
         ({"table": changed("span", 1, 65 << 8)}, r"slots up to 65 from position 0 on, expected lo <= hi <= 64"),
         ({"table": changed("span", 1, 9 | 6 << 8)}, r"expected lo <= hi <= 64"),
         ({"row_pos": row_pos - 61}, r"row positions start at -1, expected 0 or more"),
-        ({"row_pos": row_pos[1:]}, r"1 sequences and 10 rows need cu_rows of 2 ending at 10"),
-        ({"cu_rows": cu_rows - 1}, r"need cu_rows of 2 ending at 10"),
+        ({"row_pos": row_pos[1:]}, r"need cu_rows of 2 ending at 9|q has 10 rows, expected one for each of 9"),
+        ({"cu_rows": cu_rows - 1}, r"need cu_rows of 2 ending at 10, got"),
         ({"cu_rows": cu_rows[:1]}, r"need cu_rows of 2 ending at 10"),
         ({"cu_rows": int32([1, 10])}, r"cu_rows must start at 0 and not decrease, got \[1, 10\]"),
         ({"window": 0}, "window must be at least 1, got 0"),
-        ({"softcap": 0.0}, "softcap must be above 0, got 0.0"),
-        ({"softcap": math.nan}, "softcap must be above 0, got nan"),
-        ({"sinks": torch.zeros(3)}, r"sinks are torch.float32 \(3,\), expected float32 \(2,\)"),
-        ({"sinks": torch.zeros(2, dtype=torch.bfloat16)}, r"sinks are torch.bfloat16 \(2,\), expected float32"),
+        ({"softcap": 0.0}, "softcap must be above 0 and finite, got 0.0"),
+        ({"softcap": math.inf}, "softcap must be above 0 and finite, got inf"),
+        ({"softcap": math.nan}, "softcap must be above 0 and finite, got nan"),
+        ({"sinks": torch.zeros(3)}, r"sinks are torch.float32 \(3,\) .* expected contiguous float32 \(2,\)"),
+        ({"sinks": torch.zeros(4)[::2]}, r"with strides \(2,\), expected contiguous"),
+        ({"rope": replace(turns, cos=turns.cos.T.contiguous().T)}, r"rope tables must be contiguous float32"),
+        ({"table": replace(table, n=table.n + 99)}, r"lists have 101\.\.101 entries, expected 0\.\.\d+"),
+        ({"table": changed("base", 1, 0)}, r"the entries of a list must ascend in position"),
+        ({"sinks": torch.zeros(2, dtype=torch.bfloat16)}, r"sinks are torch.bfloat16 \(2,\)"),
         ({"workspace": scratch}, r"workspace must be \d+ bytes, 16-byte aligned, got 64"),
         ({"workspace": odd}, r"workspace must be \d+ bytes, 16-byte aligned, got 65536"),
         ({"workspace": floats}, r"workspace must be contiguous uint8 on cpu, got torch.float32"),
@@ -1085,7 +1100,7 @@ def test_tree_attention_refuses() -> None:
     scratch.scratch = torch.zeros(64, dtype=torch.uint8)
     for change, message in (
         ({"q": q[..., :8]}, r"tree_attention: q is \(14, 2, 8\), expected \[T, a multiple of 1, 16\]"),
-        ({"q": q[1:]}, r"q has 13 rows, expected one for each of 14 nodes"),
+        ({"q": q[1:]}, r"q has 13 rows, expected one for each of 14 positions"),
         ({"q": misaligned(q, 4)}, r"tree_attention: q must be float32, bfloat16 or float16"),
         ({"out": q[1:]}, r"tree_attention: out is \(13, 2, 16\), expected q's"),
         ({"node_page": page[1:]}, r"node_page is torch.int32 \(13,\) and node_slot torch.int32 \(14,\)"),

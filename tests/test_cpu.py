@@ -475,7 +475,7 @@ def test_rotation_keeps_a_rows_bits(dim: int, rot_dim: int, threads: int) -> Non
         assert_same_bits(turned(x[rows, 1:2], table, distance[rows]), whole[rows, 1:2].contiguous())
 
 
-@pytest.mark.parametrize("distance", [MIN_DISTANCE - 1, 601])
+@pytest.mark.parametrize("distance", [MIN_DISTANCE - 1, 640])
 def test_rotation_refuses_distances_that_are_not_in_the_table(distance: int) -> None:
     with pytest.raises(IndexError):
         cpu.rotation(rope(8), torch.tensor([distance]), 8)

@@ -443,7 +443,7 @@ def test_tree_attention_refuses() -> None:
     q, page, trees = drafted.q, drafted.page, drafted.trees
     for name, bad, message in (
         ("q", q[..., :8], r"tree_attention: q is \(20, 4, 8\), expected \[T, a multiple of 2, 16\]"),
-        ("q", q[1:], r"q has 19 rows, expected one for each of 20 nodes"),
+        ("q", q[1:], r"q has 19 rows, expected one for each of 20 positions"),
         (
             "page",
             page[1:],
@@ -460,8 +460,8 @@ def test_tree_attention_refuses() -> None:
         setattr(drafted, name, before)
     for options, message in (
         ({"window": 0}, "window must be at least 1, got 0"),
-        ({"softcap": 0.0}, "softcap must be above 0, got 0.0"),
-        ({"sinks": torch.zeros(3)}, r"sinks are torch.float32 \(3,\), expected float32 \(4,\)"),
+        ({"softcap": 0.0}, "softcap must be above 0 and finite, got 0.0"),
+        ({"sinks": torch.zeros(3)}, r"sinks are torch.float32 \(3,\) .* expected contiguous float32 \(4,\)"),
     ):
         with pytest.raises(ValueError, match=message):
             drafted.run(**options)
