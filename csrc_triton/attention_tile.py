@@ -22,7 +22,7 @@ import torch
 from csrc_triton import cpu
 from csrc_triton.attention_plan import PAGE
 from csrc_triton.dequant import byte_planes, fp8_planes
-from csrc_triton.fused import row_at
+from csrc_triton.fused import row_at, turned
 from csrc_triton.launch import constexpr, constexpr_function, jit, tl
 
 SLOTS = constexpr(PAGE)
@@ -104,11 +104,6 @@ class State(NamedTuple):
 
 
 @jit
-def _turned(a, b, cos, sin):
-    return tl.fma(a, cos, -(b * sin)), tl.fma(b, cos, a * sin)
-
-
-@jit
 def turns_at(rope, distance, SHAPE: tl.constexpr):
     """Cosines and sines of the pairs at a distance, [1, half], or at one a row, [rows, half]."""
     j = tl.arange(0, SHAPE.half)[None, :]
@@ -149,7 +144,7 @@ def load_query(
     if rope.factor is not None:
         factor = tl.where(j < SHAPE.turned, rope.factor, 1.0)
         cos, sin = cos * factor, sin * factor
-    a, b = _turned(a, b, cos, sin)
+    a, b = turned(a, b, cos, sin)
     if SHARED:
         return Query(a, b, position, block[:, None], token, head, alive)
     else:
@@ -246,7 +241,7 @@ def attend(state, query, turns, keys, values, k_scale, v_scale, seen, scale, cap
     """
     DTYPE: tl.constexpr = SHAPE.dtype
     cos, sin = turns
-    a, b = _turned(query.a, query.b, tl.broadcast_to(cos, query.a.shape), tl.broadcast_to(sin, query.a.shape))
+    a, b = turned(query.a, query.b, tl.broadcast_to(cos, query.a.shape), tl.broadcast_to(sin, query.a.shape))
     score = tl.dot(a.to(DTYPE), keys[0], input_precision="ieee")
     score = tl.dot(b.to(DTYPE), keys[1], score, input_precision="ieee")
     if SHAPE.codes != "":

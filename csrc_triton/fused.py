@@ -162,6 +162,12 @@ def row_sum(x):
     return tl.sum(x, 0)
 
 
+@jit
+def turned(a, b, cos, sin):
+    """The pair (a, b) rotated; two roundings a number, whatever the compiler would fuse."""
+    return tl.fma(a, cos, -(b * sin)), tl.fma(b, cos, a * sin)
+
+
 # ---- rmsnorm and rows of int8 ------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from csrc_triton import cpu, cpu_attention
 from csrc_triton.cpu_attention import CODE_MAX, PAGE, Workspace, largest_stored
-from csrc_triton.fused import FLOATS, ROUND, ROW_BYTES, RopeTable, check_rope, row_at, units
+from csrc_triton.fused import FLOATS, ROUND, ROW_BYTES, RopeTable, check_rope, row_at, turned, units
 from csrc_triton.launch import OPTIONS, arch_of, constexpr, jit, runs_kernel, tl
 
 ID_BYTES = 4096  # an id counts bytes in these units
@@ -138,12 +138,6 @@ class KVLayout:
 
 
 @jit
-def _turned(a, b, cos, sin):
-    """The pair (a, b) rotated; two roundings a number, whatever the compiler would fuse."""
-    return tl.fma(a, cos, -(b * sin)), tl.fma(b, cos, a * sin)
-
-
-@jit
 def _saturated(x, LARGEST: tl.constexpr):
     """NaN stays NaN."""
     x = tl.where(x > LARGEST, LARGEST, x)
@@ -253,7 +247,7 @@ def _append_kernel(
     row = (tl.load(rot_slot_ptr + token).to(tl.int64) - FIRST_DISTANCE) * turning
     cos = (tl.load(cos_ptr + row + col, mask=rotates, other=0.0) * factor)[None, :]
     sin = (tl.load(sin_ptr + row + col, mask=rotates, other=0.0) * factor)[None, :]
-    turned_a, turned_b = _turned(a, b, cos, sin)
+    turned_a, turned_b = turned(a, b, cos, sin)
     if ROT_DIM != D:
         turned_a, turned_b = tl.where(rotates[None, :], turned_a, a), tl.where(rotates[None, :], turned_b, b)
 
