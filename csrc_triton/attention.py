@@ -46,10 +46,10 @@ from csrc_triton.attention_tile import (
     turns_at,
 )
 from csrc_triton.cpu_attention import Workspace
-from csrc_triton.fused import FLOATS, ROW_BYTES, RopeTable, check_rope, units
+from csrc_triton.fused import RopeTable, check_rope, units
 from csrc_triton.launch import OPTIONS, constexpr, jit, runs_kernel, tl
 from csrc_triton.operands import carve
-from csrc_triton.pages import ID_BYTES, KVLayout, check_arena, layer_scales, layer_view, model_order
+from csrc_triton.pages import ID_BYTES, KVLayout, check_arena, check_heads, layer_scales, layer_view, model_order
 
 MAX_DIM = 256
 MIN_HALF, MIN_PART = 16, 32  # columns of a product's operands; part: more than the rows of a tile, see ONES
@@ -516,9 +516,15 @@ def _device_plan(call: AttentionCall, rows: Rows, cascade: bool, space: Workspac
 
 def check_lists(name: str, lists: Lists, num_ids: int, position: np.ndarray) -> int:
     """Refuse lists that name pages outside the arena or do not ascend; -> the farthest that a row is from a page."""
-    for what, x in (*vars_of(lists), ("row positions", position)):
+    for what, x in {
+        "ids": lists.ids,
+        "base": lists.base,
+        "span": lists.span,
+        "n": lists.n,
+        "row_pos": position,
+    }.items():
         if x.dtype.kind != "i":
-            raise ValueError(f"{name}: {what} are {x.dtype}, expected int32")
+            raise ValueError(f"{name}: {what} is {x.dtype}, expected int32")
     if lists.n.size and not 0 <= lists.n.min() <= lists.n.max() <= lists.ids.shape[1]:
         raise ValueError(
             f"{name}: lists have {lists.n.min()}..{lists.n.max()} entries, expected 0..{lists.ids.shape[1]}"
@@ -538,10 +544,6 @@ def check_lists(name: str, lists: Lists, num_ids: int, position: np.ndarray) -> 
     if position.size and position.min() < 0:
         raise ValueError(f"{name}: row positions start at {position.min()}, expected 0 or more")
     return int(position.max(initial=0)) // PAGE * PAGE - int(base.min(initial=0))
-
-
-def vars_of(lists: Lists) -> list[tuple[str, np.ndarray]]:
-    return [("page ids", lists.ids), ("positions of slot 0", lists.base), ("spans", lists.span), ("counts", lists.n)]
 
 
 def check_reach(name: str, q: Tensor, num_rows: int, farthest: int, rope: RopeTable) -> None:
@@ -599,17 +601,6 @@ def check_attention(
             f"float32 {(q.shape[1],)}"
         )
     return window if window is None or window < FAR else None
-
-
-def check_heads(name: str, what: str, x: Tensor) -> None:
-    """Refuse what kernels cannot load 16 bytes at a time: the heads of a token are one row."""
-    step = x.stride(0) * x.element_size() if x.shape[0] > 1 else 0
-    is_row = x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
-    if x.dtype not in FLOATS or not is_row or step % ROW_BYTES or x.data_ptr() % ROW_BYTES:
-        raise ValueError(
-            f"{name}: {what} must be float32, bfloat16 or float16, its tokens' heads contiguous and starting at "
-            f"multiples of {ROW_BYTES} bytes, got {x.dtype} with strides {x.stride()} and address {x.data_ptr():#x}"
-        )
 
 
 # ---- reference ---------------------------------------------------------------------------------------

@@ -331,15 +331,13 @@ def _check_places(num_ids: int, places: Sequence[Tensor], space: Workspace) -> N
     space["places checked"] = True
 
 
-def _check_heads(name: str, x: Tensor) -> None:
-    """Refuse what the kernel cannot load 16 bytes at a time: it takes all heads of a token as one row."""
-    _, heads, dim = x.shape
-    size = x.element_size()
-    step = x.stride(0) * size if x.shape[0] > 1 else 0
-    is_row = (x.stride(1) == dim or heads == 1) and x.stride(2) == 1
+def check_heads(name: str, what: str, x: Tensor) -> None:
+    """Refuse what kernels cannot load 16 bytes at a time: the heads of a token are one row."""
+    step = x.stride(0) * x.element_size() if x.shape[0] > 1 else 0
+    is_row = x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
     if x.dtype not in FLOATS or not is_row or step % ROW_BYTES or x.data_ptr() % ROW_BYTES:
         raise ValueError(
-            f"append_kv: tokens of {name} must be float32, bfloat16 or float16, their heads contiguous, and start at "
+            f"{name}: {what} must be float32, bfloat16 or float16, its tokens' heads contiguous and starting at "
             f"multiples of {ROW_BYTES} bytes, got {x.dtype} with strides {x.stride()} and address {x.data_ptr():#x}"
         )
 
@@ -365,8 +363,8 @@ def _launch_append(
     rope: RopeTable,
     space: Workspace,
 ) -> None:
-    _check_heads("k", k)
-    _check_heads("v", v)
+    check_heads("append_kv", "k", k)
+    check_heads("append_kv", "v", v)
     check_arena("append_kv", arena, layout, k)
     num_tokens, heads, dim = k.shape
     if not num_tokens:

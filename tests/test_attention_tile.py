@@ -1059,6 +1059,7 @@ def test_paged_attention_refuses() -> None:
         ({"table": changed("ids", 0, -1)}, r"page ids are in -1\.\."),
         ({"table": changed("span", 1, 65 << 8)}, r"slots up to 65 from position 0 on, expected lo <= hi <= 64"),
         ({"table": changed("span", 1, 9 | 6 << 8)}, r"expected lo <= hi <= 64"),
+        ({"row_pos": row_pos.float()}, r"row_pos is float32, expected int32"),
         ({"row_pos": row_pos - 61}, r"row positions start at -1, expected 0 or more"),
         ({"row_pos": row_pos[1:]}, r"need cu_rows of 2 ending at 9|q has 10 rows, expected one for each of 9"),
         ({"cu_rows": cu_rows - 1}, r"need cu_rows of 2 ending at 10, got"),

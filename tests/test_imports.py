@@ -136,7 +136,7 @@ def test_import_adds_little_to_torch_and_triton() -> None:
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
         added.append(float(done.stdout))
-    assert min(added) < 0.45  # Triton reads the source of every kernel function when it is defined
+    assert min(added) < 0.3
 
 
 def test_import_asks_for_no_gpu() -> None:

@@ -662,7 +662,7 @@ def test_append_kv_kernel_refuses_what_it_cannot_load_16_bytes_at_a_time() -> No
     for bad in (apart, wide, moved, turned):
         for k_, v_, name in ((bad, k, "k"), (k, bad, "v")):
             strides = re.escape(str(bad.stride()))
-            message = rf"tokens of {name} must be .* got {bad.dtype} with strides {strides} and address 0x"
+            message = rf"append_kv: {name} must be .* got {bad.dtype} with strides {strides} and address 0x"
             with pytest.raises(ValueError, match=message), either(True):
                 append_kv(k_, v_, arena, layout, 0, page, slot, slot, table)
     with pytest.raises(ValueError, match="arena must be contiguous, on cpu and aligned to 16 bytes"), either(True):
