@@ -128,15 +128,16 @@ def test_importing_the_cli_loads_no_torch() -> None:
 
 
 def test_import_adds_little_to_torch_and_triton() -> None:
+    """A share of what torch and triton take in the same process, so that a slow machine is no failure."""
     code = (
-        "import torch, triton.language, time; t = time.perf_counter(); "
-        "import polymodel.engine; print(time.perf_counter() - t)"
+        "import time; start = time.perf_counter(); import torch, triton.language; middle = time.perf_counter(); "
+        "import polymodel.engine; print((time.perf_counter() - middle) / (middle - start))"
     )
-    added = []
+    shares = []
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-        added.append(float(done.stdout))
-    assert min(added) < 0.3
+        shares.append(float(done.stdout))
+    assert min(shares) < 0.3
 
 
 def test_import_asks_for_no_gpu() -> None:
