@@ -15,6 +15,10 @@ Arch = Literal["llama", "qwen2", "qwen3", "gemma3"]
 Activation = Literal["silu", "gelu_tanh"]
 Weights = Literal["file", "f32", "bf16", "q8", "q4", "w8a8"]
 WEIGHTS: tuple[Weights, ...] = ("file", "f32", "bf16", "q8", "q4", "w8a8")
+Eviction = Literal["lru", "cost"]  # which cached prefix goes first
+EVICTIONS: tuple[Eviction, ...] = ("lru", "cost")
+DEFAULT_DOMAIN = "default"  # of an engine whose callers name none
+PUBLIC_DOMAIN = "*"  # of prefixes that the operator opened to all
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +125,24 @@ class EngineConfig:
     max_queue: int = 1024  # waiting requests
     draft_tokens: int = 4  # tokens a drafter proposes per round
     multi_model: bool = True  # drafting and sharing between models
+    prefix_cache: bool = True  # keep the pages of prompts and outputs for those that begin alike
+    prefix_budget: int | None = None  # bytes of KV pages it may hold; None: three quarters of kv_budget
+    prefix_tokens: int | None = None  # tokens it may hold, beside the bytes; None: no bound
+    prefix_eviction: Eviction = "lru"
+    prefix_min_match: int = 8  # a shorter match is not worth the copy of a page
+    prefix_flight: int = 32  # a prompt waits for another one's prefill if that saves at least so many tokens
 
     def __post_init__(self) -> None:
+        if self.prefix_eviction not in EVICTIONS:
+            raise InvalidRequest(
+                f"EngineConfig.prefix_eviction={self.prefix_eviction!r}, expected one of {', '.join(EVICTIONS)}"
+            )
+        for name in ("prefix_min_match", "prefix_flight"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(f"EngineConfig.{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("prefix_budget", "prefix_tokens"):
+            if (bound := getattr(self, name)) is not None and bound < 0:
+                raise InvalidRequest(f"EngineConfig.{name} must not be negative, got {bound}")
         for name in ("budget", "kv_budget", "quantum", "prefill_chunk", "max_batch", "max_queue"):
             if getattr(self, name) <= 0:
                 raise InvalidRequest(f"EngineConfig.{name} must be positive, got {getattr(self, name)}")
@@ -149,3 +169,22 @@ class Policy:
 
 
 POLICY = Policy()
+
+
+@dataclass(frozen=True, slots=True)
+class KVKey:
+    """Keys and values of equal tokens are interchangeable where all of this is equal; digests, but for the domain."""
+
+    band: str  # embedding, all layers, and every scalar that enters them
+    tokenizer: str  # id -> bytes
+    rope: str
+    policy: str  # POLICY with backend, threads, dtypes and versions
+    domain: str  # whose tokens they are
+
+    def differences(self, other: KVKey) -> list[str]:
+        """Names of the fields that differ, in this order."""
+        return [name for name in self.__slots__ if getattr(self, name) != getattr(other, name)]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -79,6 +79,14 @@ class CorruptCheckpoint(PolymodelError):
     """A checkpoint's bytes contradict themselves or the file ends early."""
 
 
+class CorruptSession(PolymodelError):
+    """A saved or swapped-out session's bytes contradict themselves, or the file ends early."""
+
+
+class Forgotten(PolymodelError):
+    """The tokens were forgotten by `Engine.forget`, and with them everything that had them as its prefix."""
+
+
 class UnsupportedModel(PolymodelError):
     """The checkpoint is sound, but its architecture, tensor type or scaling is not supported."""
 
