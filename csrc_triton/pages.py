@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -425,18 +425,20 @@ def codes_ref(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 # ---- copy_pages and commit_path ----------------------------------------------------------------------
 
 
-@jit(do_not_specialize=["layer_ids"])
+@jit(do_not_specialize=["src_layer_ids", "dst_layer_ids"])
 def _copy_kernel(
     arena_ptr,  # int32
     ids_ptr,  # [n, 2] int32: from, to
-    layer_ids,
+    src_layer_ids,
+    dst_layer_ids,
     PIECE: tl.constexpr,
 ):
     """Grid (n, layers, pieces of a block): a program copies PIECE words."""
     pair = ids_ptr + tl.program_id(0).to(tl.int64) * 2
-    layer = tl.program_id(1).to(tl.int64) * layer_ids
+    layer = tl.program_id(1).to(tl.int64)
     word = tl.program_id(2) * PIECE + tl.arange(0, PIECE)
-    src, dst = tl.load(pair).to(tl.int64) + layer, tl.load(pair + 1).to(tl.int64) + layer
+    src = tl.load(pair).to(tl.int64) + layer * src_layer_ids
+    dst = tl.load(pair + 1).to(tl.int64) + layer * dst_layer_ids
     words = tl.load(arena_ptr + src * (BYTES_OF_ID // 4) + word)
     tl.store(arena_ptr + dst * (BYTES_OF_ID // 4) + word, words)
 
@@ -472,6 +474,11 @@ def _commit_kernel(
         tl.store(scales_ptr + dst * (BYTES_OF_ID // 4) + dst_slot + scale_at, scales, mask=head < HEADS)
 
 
+def equal_blocks(one: KVLayout, other: KVLayout) -> bool:
+    """Whether the layouts' pages are the same in one layer."""
+    return replace(one, num_layers=1, pages_per_superblock=1) == replace(other, num_layers=1, pages_per_superblock=1)
+
+
 def copy_pages(
     arena: Tensor,
     layout: KVLayout,
@@ -479,18 +486,26 @@ def copy_pages(
     dst: int | Sequence[int],
     *,
     num_layers: int | None = None,
+    dst_layout: KVLayout | None = None,
 ) -> None:
-    """Copy pages' bytes, all layers or the first num_layers, to other ids; no page is read and written."""
+    """Copy pages' bytes, all layers or the first num_layers, to other ids; no page is read and written.
+
+    dst may be pages of another layout, with any number of layers of equal blocks.
+    """
     from_ids, to_ids = (torch.as_tensor(ids, dtype=torch.int64).flatten().tolist() for ids in (src, dst))
-    layers = layout.num_layers if num_layers is None else num_layers
-    if not 1 <= layers <= layout.num_layers:
-        raise ValueError(f"copy_pages: num_layers is {layers}, expected 1..{layout.num_layers}")
+    to = layout if dst_layout is None else dst_layout
+    if not equal_blocks(layout, to):
+        raise ValueError(f"copy_pages: blocks of {layout} to those of {to}, expected equal heads, head_dim and dtype")
+    layers, most = layout.num_layers if num_layers is None else num_layers, min(layout.num_layers, to.num_layers)
+    if not 1 <= layers <= most:
+        raise ValueError(f"copy_pages: num_layers is {layers}, expected 1..{most}")
     if len(from_ids) != len(to_ids):
         raise ValueError(f"copy_pages: {len(from_ids)} pages to copy to {len(to_ids)}, expected as many")
-    limit = layout.num_ids(arena)
+    limits = layout.num_ids(arena), to.num_ids(arena)
     for a, b in zip(from_ids, to_ids, strict=True):
-        if not (0 <= a < limit and 0 < b < limit):
-            raise ValueError(f"copy_pages: from {a} to {b}, expected ids below {limit} and no write to 0, the zeros")
+        if not (0 <= a < limits[0] and 0 < b < limits[1]):
+            below = " and ".join(map(str, dict.fromkeys(limits)))
+            raise ValueError(f"copy_pages: from {a} to {b}, expected ids below {below} and no write to 0, the zeros")
     _refuse_overlap("copy_pages", "page", from_ids, to_ids)
     if runs_kernel(arena):
         check_arena("copy_pages", arena, layout, arena)
@@ -498,16 +513,17 @@ def copy_pages(
             ids = torch.tensor([from_ids, to_ids], dtype=torch.int32).T.contiguous()
             piece = math.gcd(layout.block_bytes, MAX_PIECE)
             _copy_kernel[(len(from_ids), layers, layout.block_bytes // piece)](
-                *(arena.view(torch.int32), ids.to(arena.device), layout.layer_stride // ID_BYTES),
+                *(arena.view(torch.int32), ids.to(arena.device)),
+                *(layout.layer_stride // ID_BYTES, to.layer_stride // ID_BYTES),
                 PIECE=piece // 4,
                 num_warps=4,
                 **OPTIONS,
             )
         return
     cpu.refuse_device("copy_pages", arena)
-    blocks = layout.blocks(arena)
+    from_blocks, to_blocks = layout.blocks(arena), to.blocks(arena)
     for a, b in zip(from_ids, to_ids, strict=True):
-        blocks[b, :layers].copy_(blocks[a, :layers])
+        to_blocks[b, :layers].copy_(from_blocks[a, :layers])
 
 
 def commit_path(

@@ -736,6 +736,49 @@ def test_copy_pages_copies_all_layers_and_nothing_else(
 
 
 @ON_KERNELS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_copy_pages_copies_a_band_between_layouts_of_other_depth(dtype: torch.dtype, on_kernels: bool) -> None:
+    deep, flat = KVLayout(3, 2, 20, dtype, 4), KVLayout(2, 2, 20, dtype, 6)
+    for layout, other in ((deep, flat), (flat, deep)):
+        for num_layers in (1, 2):
+            arena, ids = poisoned_arena(deep)
+            src, dst = [ids[0], 0], [ids[5], ids[1]]
+            expected = arena.clone()
+            for a, b in zip(src, dst, strict=True):
+                for layer in range(num_layers):
+                    block = arena[a * ID_BYTES + layer * layout.layer_stride :][: layout.block_bytes]
+                    expected[b * ID_BYTES + layer * other.layer_stride :][: layout.block_bytes] = block
+            assert layout.layer_stride != other.layer_stride and not torch.equal(expected, arena)
+            with either(on_kernels):
+                copy_pages(arena, layout, src, dst, num_layers=num_layers, dst_layout=other)
+            assert_same_bits(arena, expected)
+
+
+@ON_KERNELS
+def test_copy_pages_refuses_layouts_of_other_blocks_or_too_few_layers(on_kernels: bool) -> None:
+    layout = KVLayout(3, 2, 8, torch.float32)
+    arena, ids = poisoned_arena(layout)
+    before, last = arena.clone(), layout.num_ids(arena)
+    for message, other, num_layers in (
+        *(
+            (r"blocks of KVLayout.* to those of KVLayout.*, expected equal heads", replace(layout, **other), None)
+            for other in ({"num_kv_heads": 1}, {"head_dim": 16}, {"dtype": torch.float16})
+        ),
+        (r"num_layers is 3, expected 1\.\.2", replace(layout, num_layers=2), None),
+        (r"num_layers is 4, expected 1\.\.3", replace(layout, num_layers=4), 4),
+    ):
+        with pytest.raises(ValueError, match=message), either(on_kernels):
+            copy_pages(arena, layout, ids[0], ids[1], num_layers=num_layers, dst_layout=other)
+    deeper = replace(layout, num_layers=4)
+    message = f"from {ids[0]} to {last - 1}, expected ids below {last} and {deeper.num_ids(arena)} and no write"
+    with pytest.raises(ValueError, match=message), either(on_kernels):
+        copy_pages(arena, layout, ids[0], last - 1, dst_layout=deeper)
+    with pytest.raises(ValueError, match=f"dst and src share page {ids[0]}"), either(on_kernels):
+        copy_pages(arena, layout, ids[0], ids[0], num_layers=1, dst_layout=deeper)
+    assert_same_bits(arena, before)
+
+
+@ON_KERNELS
 def test_copy_pages_refuses(on_kernels: bool) -> None:
     layout = KVLayout(2, 1, 8, torch.float32)
     arena, ids = poisoned_arena(layout)
