@@ -29,12 +29,31 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """What is loaded as one and in memory once: the same in two models if name, `how` and the sources' bytes are."""
+
+    sources: tuple[str, ...]  # canonical tensor names
+    how: tuple[object, ...]  # what decides its bits beside the sources
+    nbytes: int  # exact
+
+
+@dataclass(frozen=True, slots=True)
 class WeightPlan:
     weights: Weights
     dtype: torch.dtype  # of activations and dense matrices
     matrices: dict[str, Matrix]
     embed_fmt: str
-    nbytes: int  # of everything the model will hold, exact
+    pieces: dict[str, Piece]  # everything the model will hold, by name; a rope table's is its RopeConfig as text
+
+    @property
+    def nbytes(self) -> int:
+        """Of everything the model will hold, exact."""
+        return sum(piece.nbytes for piece in self.pieces.values())
+
+    def stored(self, at: str) -> str:
+        """How the matrices whose names begin so are stored and multiplied."""
+        inside = ((name, m) for name, m in self.matrices.items() if name.startswith(at))
+        return ", ".join(f"{name.removeprefix(at)} {m.fmt} {m.scheme}" for name, m in inside)
 
 
 def plan_weights(
@@ -52,15 +71,28 @@ def plan_weights(
         matrices |= planner.layer(f"layers.{i}.")
     embed_fmt = _embed_format(info["embed"].kind, weights)
     matrices["head"] = planner.head(embed_fmt)
-    vectors = sum(4 * t.shape[1] for name, t in info.items() if name.endswith(("norm", "bias")))
-    ropes = {config.layer_rope(i) for i in range(config.num_layers)}
-    total = (
-        vectors
-        + storage_nbytes(info["embed"].shape, embed_fmt, info["embed"].nbytes)
-        + sum(matrix.nbytes for matrix in matrices.values())
-        + len(ropes) * 4 * config.head_dim * num_distances(max_position)
-    )
-    return WeightPlan(weights, planner.dtype, matrices, embed_fmt, total)
+    pieces = _pieces(checkpoint, matrices, embed_fmt, planner.dtype, num_distances(max_position))
+    return WeightPlan(weights, planner.dtype, matrices, embed_fmt, pieces)
+
+
+def _pieces(
+    checkpoint: Checkpoint, matrices: dict[str, Matrix], embed_fmt: str, dtype: torch.dtype, distances: int
+) -> dict[str, Piece]:
+    config, info = checkpoint.config, checkpoint.tensors
+    embed_nbytes = storage_nbytes(info["embed"].shape, embed_fmt, info["embed"].nbytes)
+    pieces = {"embed": Piece(("embed",), (embed_fmt,), embed_nbytes)}
+    for name, m in matrices.items():
+        embedding = (embed_fmt,) if m.sources == ("embed",) else ()  # a tied head is packed from it as it is stored
+        pieces[name] = Piece(m.sources, (m.fmt, m.scheme, str(dtype), *embedding), m.nbytes)
+    vectors: dict[str, tuple[str, ...]] = {name: (name,) for name in info if name.endswith("norm")}
+    if config.qkv_bias:
+        for i in range(config.num_layers):
+            vectors[f"layers.{i}.qkv_bias"] = tuple(f"layers.{i}.{part}_bias" for part in "qkv")
+    for name, sources in vectors.items():
+        pieces[name] = Piece(sources, (), sum(4 * info[source].shape[1] for source in sources))
+    for i in range(config.num_layers):
+        pieces[str(config.layer_rope(i))] = Piece((), (config.head_dim, distances), 4 * config.head_dim * distances)
+    return pieces
 
 
 def compute_dtype(weights: Weights, device: torch.device) -> torch.dtype:

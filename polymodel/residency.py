@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from csrc_triton import cpu
+from csrc_triton.fused import RopeTable
 from csrc_triton.pages import KVLayout
 from csrc_triton.quant import QTensor, dense, dequantize, quantize
 from polymodel.checkpoint import Checkpoint
@@ -23,36 +24,48 @@ from polymodel.events import Events
 from polymodel.kv import Arena
 from polymodel.ledger import Ledger
 from polymodel.model import Layer, Model, rope_tables
-from polymodel.packing import Matrix, WeightPlan, compute_dtype, pack_matrix, plan_weights
+from polymodel.packing import Matrix, Piece, WeightPlan, compute_dtype, pack_matrix, plan_weights
 from polymodel.pool import Pool
-from polymodel.share import band_digests
+from polymodel.share import band_digests, common_layers, tensor_digests
 from polymodel.tokenizer import Tokenizer
 
+T = TypeVar("T")
 Progress = Callable[[int, int], None]  # done, of
 
 
 # ---- loading -----------------------------------------------------------------------------------------
 
 
+class Take(Protocol):
+    """A piece by its name: the one that is in memory already, or else what `make` gives."""
+
+    def __call__(self, name: str, make: Callable[[], T]) -> T: ...
+
+
 def load_model(
     hosted: Hosted,
     device: torch.device,
-    settle: Callable[[str, QTensor], QTensor],
+    take: Take,
+    settle: Callable[[QTensor], QTensor],
     progress: Progress | None = None,
 ) -> Model:
-    """Read, round and pack every tensor; `settle` has the last word on each packed matrix. No file stays mapped."""
+    """Read, round and pack what `take` asks for; `settle` has the last word on each matrix. No file stays mapped."""
     checkpoint, plan, config = hosted.checkpoint, hosted.plan, hosted.config
-    embed = _load_storage(checkpoint, "embed", plan.embed_fmt).to(device)
+
+    def rope(i: int) -> RopeTable:
+        return take(str(config.layer_rope(i)), lambda: rope_tables(config, hosted.max_position, device)[i])
+
+    embed = take("embed", lambda: _load_storage(checkpoint, "embed", plan.embed_fmt).to(device))
     layers = []
     for i in range(config.num_layers):
-        layers.append(_load_layer(checkpoint, plan, f"layers.{i}.", device, settle))
+        layers.append(_load_layer(checkpoint, plan, f"layers.{i}.", device, take, settle))
         if progress is not None:
             progress(i + 1, config.num_layers + 1)
-    head = settle("head", _load_head(checkpoint, plan, embed, device))
+    head = take("head", lambda: settle(_load_head(checkpoint, plan, embed, device)))
     if progress is not None:
         progress(config.num_layers + 1, config.num_layers + 1)
-    norm = _load_vector(checkpoint, "norm").to(device)
-    ropes = rope_tables(config, hosted.max_position, device)
+    norm = take("norm", lambda: _load_vectors(checkpoint, plan.pieces["norm"], device))
+    ropes = [rope(i) for i in range(config.num_layers)]
     return Model(config, plan.dtype, embed, layers, norm, head, ropes, hosted.layout)
 
 
@@ -61,22 +74,23 @@ def _load_layer(
     plan: WeightPlan,
     at: str,
     device: torch.device,
-    settle: Callable[[str, QTensor], QTensor],
+    take: Take,
+    settle: Callable[[QTensor], QTensor],
 ) -> Layer:
     def vector(name: str) -> Tensor | None:
-        return _load_vector(checkpoint, at + name).to(device) if at + name in checkpoint.tensors else None
+        return norm(name) if at + name in plan.pieces else None
 
     def norm(name: str) -> Tensor:
-        return _load_vector(checkpoint, at + name).to(device)
+        return take(at + name, lambda: _load_vectors(checkpoint, plan.pieces[at + name], device))
 
     def matrix(name: str) -> QTensor:
-        return settle(at + name, _load_matrix(checkpoint, plan.matrices[at + name], plan.dtype, device))
+        planned = plan.matrices[at + name]
+        return take(at + name, lambda: settle(_load_matrix(checkpoint, planned, plan.dtype, device)))
 
-    biases = [bias for bias in map(vector, ("q_bias", "k_bias", "v_bias")) if bias is not None]
     return Layer(
         attn_norm=norm("attn_norm"),
         qkv=tuple(matrix(name) for name in ("qkv", "qk", "q", "kv", "k", "v") if at + name in plan.matrices),
-        qkv_bias=torch.cat(biases) if biases else None,
+        qkv_bias=vector("qkv_bias"),
         q_norm=vector("q_norm"),
         k_norm=vector("k_norm"),
         o=matrix("o"),
@@ -88,8 +102,8 @@ def _load_layer(
     )
 
 
-def _load_vector(checkpoint: Checkpoint, name: str) -> Tensor:
-    return dequantize(_raw(checkpoint, name)).flatten().clone()
+def _load_vectors(checkpoint: Checkpoint, piece: Piece, device: torch.device) -> Tensor:
+    return torch.cat([dequantize(_raw(checkpoint, name)).flatten() for name in piece.sources]).to(device)
 
 
 def _raw(checkpoint: Checkpoint, name: str) -> QTensor:
@@ -121,8 +135,8 @@ def _load_head(checkpoint: Checkpoint, plan: WeightPlan, embed: QTensor, device:
     return pack_matrix([embed], matrix, plan.dtype, device)
 
 
-def model_nbytes(model: Model) -> int:
-    """Bytes a loaded model holds: every storage once, panels that torch does not see included."""
+def model_nbytes(*models: Model) -> int:
+    """Bytes that loaded models hold together: every storage once, panels that torch does not see included."""
     seen: dict[int, int] = {}
 
     def add(value: Any) -> None:
@@ -134,16 +148,17 @@ def model_nbytes(model: Model) -> int:
             for part in value.parts.values():
                 add(part)
 
-    for layer in model.layers:
-        for part in fields(layer):
-            value = getattr(layer, part.name)
-            for one in value if isinstance(value, tuple) else (value,):
-                add(one)
-    for rope in model.ropes:
-        add(rope.cos)
-        add(rope.sin)
-    for value in (model.embed, model.norm, model.head):
-        add(value)
+    for model in models:
+        for layer in model.layers:
+            for part in fields(layer):
+                value = getattr(layer, part.name)
+                for one in value if isinstance(value, tuple) else (value,):
+                    add(one)
+        for rope in model.ropes:
+            add(rope.cos)
+            add(rope.sin)
+        for value in (model.embed, model.norm, model.head):
+            add(value)
     return sum(seen.values())
 
 
@@ -162,6 +177,8 @@ class Hosted:
     model: Model | None = None
     notes: list[str] = field(default_factory=list)  # matrices that run row by row here
     num_loads: int = 0
+    partners: dict[str, int] = field(default_factory=dict)  # other hosted model -> lower layers in common, at least one
+    boundaries: tuple[int, ...] = ()  # layers whose input a partner goes on from
 
     @property
     def config(self) -> ModelConfig:
@@ -179,22 +196,47 @@ class Hosted:
         return self.tokenizer.vocab_digest()
 
     @cached_property
+    def tensor_digests(self) -> dict[str, str]:
+        return tensor_digests(self.checkpoint)
+
+    @cached_property
     def band_digests(self) -> tuple[str, ...]:
-        return band_digests(self.checkpoint, self.plan.weights)
+        plan = self.plan
+        layers = [plan.stored(f"layers.{i}.") for i in range(self.config.num_layers)]
+        return band_digests(self.checkpoint, f"{plan.embed_fmt} {plan.dtype}", layers, self.tensor_digests)
+
+    def piece_keys(self) -> dict[str, Hashable]:
+        """Name -> what makes a piece the same as another model's; matrices settle by the number of threads."""
+        digests, threads = self.tensor_digests, torch.get_num_threads()
+        return {
+            name: (name, piece.how, tuple(digests[source] for source in piece.sources), threads)
+            for name, piece in self.plan.pieces.items()
+        }
 
 
 class Residency:
-    """Models under one budget of weight bytes. The least recently used idle one makes room; its file stays."""
+    """Models under one budget of weight bytes. The least recently used idle one makes room; its file stays.
+
+    What models have in common is in memory once. share: find out at `add` which lower layers compute the same bits.
+    """
 
     def __init__(
-        self, budget: int, arena: Arena, ledger: Ledger, events: Events, device: torch.device | str = "cpu"
+        self,
+        budget: int,
+        arena: Arena,
+        ledger: Ledger,
+        events: Events,
+        device: torch.device | str = "cpu",
+        share: bool = True,
     ) -> None:
         self.device = torch.device(device)
         self.pool = Pool(budget)
         self.arena = arena
         self.ledger = ledger
         self.events = events
+        self.share = share
         self.hosted: dict[str, Hosted] = {}
+        self._pieces: dict[Hashable, Any] = {}
         self._probed: dict[tuple[object, ...], str] = {}
 
     def __getitem__(self, name: str) -> Hosted:
@@ -205,7 +247,7 @@ class Residency:
     def add(
         self, name: str, checkpoint: Checkpoint, weights: Weights, pinned: bool, progress: Progress | None = None
     ) -> Hosted:
-        """Plan, make room, load. An error leaves no trace of the newcomer."""
+        """Plan, compare, make room, load. An error leaves no trace of the newcomer."""
         if not name:
             raise EmptyId("a model needs a name, got ''")
         if name in self.hosted:
@@ -217,32 +259,56 @@ class Residency:
         max_position = min(config.max_context, capacity) - 1
         plan = plan_weights(checkpoint, weights, max_position, self.device)
         hosted = Hosted(name, checkpoint, plan, max_position, layout)
+        self.pool.check_total(name, plan.nbytes)  # before any weight is read
+        partners = self._partners_of(hosted) if self.share else {}
         self.hosted[name] = hosted
         try:
             self._bring_in(hosted, pinned, progress)
         except BaseException:
             del self.hosted[name]
             raise
+        hosted.partners = partners
+        for partner, layers in partners.items():
+            self.hosted[partner].partners[name] = layers
+        self._set_boundaries()
         return hosted
 
+    def _partners_of(self, hosted: Hosted) -> dict[str, int]:
+        common = {name: common_layers(hosted, other) for name, other in self.hosted.items()}
+        return {name: layers for name, layers in common.items() if layers}
+
+    def _set_boundaries(self) -> None:
+        """A partner that shares everything takes whole pages and goes on from no layer."""
+        for hosted in self.hosted.values():
+            depths = {(n, hosted.config.num_layers, self[p].config.num_layers) for p, n in hosted.partners.items()}
+            hosted.boundaries = tuple(sorted({n for n, *both in depths if [n, n] != both}))
+
     def _bring_in(self, hosted: Hosted, pinned: bool, progress: Progress | None = None) -> Model:
-        for victim in self.pool.admit(hosted.name, hosted.plan.nbytes, pinned):
+        keys, planned = hosted.piece_keys(), hosted.plan.pieces
+        for victim in self.pool.admit(hosted.name, {keys[name]: planned[name].nbytes for name in keys}, pinned):
             self._let_go(victim)
+        self._balance()
+
+        def take(name: str, make: Callable[[], T]) -> T:
+            if keys[name] not in self._pieces:
+                self._pieces[keys[name]] = make()
+            piece: T = self._pieces[keys[name]]
+            return piece
+
         try:
             with self.events.span("admit", hosted.name, num_bytes=hosted.plan.nbytes):
-                notes: list[str] = []
-                settle = partial(self._settle, notes)
-                loaded = load_model(hosted, self.device, settle, progress)
-                hosted.model, hosted.notes = loaded, notes
+                model = load_model(hosted, self.device, take, self._settle, progress)
         except BaseException:
             self.pool.evict(hosted.name)
+            self._balance()
             raise
+        hosted.model = model
+        hosted.notes = [name for name, q in model.weights() if q.layout.endswith("-rows")]
         hosted.num_loads += 1
-        self.ledger.set("weights", hosted.name, hosted.plan.nbytes)
-        return hosted.model
+        return model
 
-    def _settle(self, notes: list[str], name: str, q: QTensor) -> QTensor:
-        """A packed matrix as it may run here: each shape is probed once a process; notes what runs row by row.
+    def _settle(self, q: QTensor) -> QTensor:
+        """A packed matrix as it may run here: each shape is probed once a process.
 
         Kernels hold by construction and are not probed.
         """
@@ -251,15 +317,20 @@ class Residency:
         key = (q.layout, q.shape, "rescale" in q.parts, torch.get_num_threads())
         if key not in self._probed:
             self._probed[key] = cpu.checked(q).layout
-        if self._probed[key].endswith("-rows"):
-            notes.append(name)
         return replace(q, layout=self._probed[key])
 
     def _let_go(self, name: str) -> None:
         with self.events.span("evict", name, num_bytes=self.hosted[name].plan.nbytes):
             self.hosted[name].model = None
+            self._balance()
             gc.collect(0)
-        self.ledger.set("weights", name, 0)
+
+    def _balance(self) -> None:
+        """Hold the pieces of residents and no others, and charge each to the resident that has been in longest."""
+        held, charges = self.pool.pieces(), self.pool.charges()
+        self._pieces = {key: piece for key, piece in self._pieces.items() if key in held}
+        for name in (*self.ledger.of("weights"), *charges):
+            self.ledger.set("weights", name, charges.get(name, 0))
 
     @contextmanager
     def lease(self, name: str) -> Iterator[Model]:
@@ -277,6 +348,10 @@ class Residency:
     def is_resident(self, name: str) -> bool:
         return self[name].model is not None
 
+    def shared_bytes(self, name: str) -> int:
+        """Bytes of a model's weights that another one in memory holds too."""
+        return self.pool.shared_bytes(name) if self.is_resident(name) else 0
+
     def unload(self, name: str) -> None:
         """Give the weights' memory back; the model stays known and loads again when its turn comes."""
         self[name]
@@ -286,6 +361,9 @@ class Residency:
     def remove(self, name: str) -> None:
         self.unload(name)
         self.hosted.pop(name).checkpoint.close()
+        for hosted in self.hosted.values():
+            hosted.partners.pop(name, None)
+        self._set_boundaries()
 
     def set_pinned(self, name: str, pinned: bool) -> None:
         """Pinning a model that was given up brings it back first."""
@@ -305,6 +383,8 @@ class Residency:
         self.pool.check()
         inside: Sequence[str] = [name for name, hosted in self.hosted.items() if hosted.model is not None]
         assert sorted(inside) == self.pool.names()
+        assert self._pieces.keys() == self.pool.pieces().keys()
+        assert self.ledger.of("weights") == {name: held for name, held in self.pool.charges().items() if held}
         assert self.ledger.total("weights") == self.pool.used
         if any(self.pool[name].leases for name in inside):
             raise Leased("a lease is open outside a turn")

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from polymodel.checkpoint import Checkpoint
-from polymodel.config import ModelConfig
+from polymodel.config import KVKey, ModelConfig
+from polymodel.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
+
+HASHING_THREADS = 4  # hashlib holds no lock while it reads a tensor
 
 
-class Shareable(Protocol):
-    """What a verdict is made from."""
+class Banded(Protocol):
+    """A model whose lower layers can be compared with another's."""
 
-    @property
-    def name(self) -> str: ...
     @property
     def config(self) -> ModelConfig: ...
     @property
@@ -25,12 +28,26 @@ class Shareable(Protocol):
     def band_digests(self) -> tuple[str, ...]: ...
 
 
+class Shareable(Banded, Protocol):
+    """What a verdict is made from: a model, and where and for whom it runs."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def policy(self) -> str: ...
+    @property
+    def kv_dtype(self) -> str: ...
+    @property
+    def domain(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     layers: int  # lower layers whose keys and values are bit-identical for equal tokens
     num_layers: int  # of the smaller model
     reason: str  # every axis that failed, or "equal"
     proof: str  # digest of the longest common band, "" if there is none
+    failed: tuple[str, ...] = ()  # names of those axes
 
     @property
     def is_full(self) -> bool:
@@ -40,24 +57,68 @@ class Verdict:
         return self.layers > 0
 
 
-def band_digests(checkpoint: Checkpoint, weights: str) -> tuple[str, ...]:
-    """Digest L covers the embedding, layers 0..L-1 and every scalar that enters them; L in 0..num_layers."""
-    config = checkpoint.config
-    running = hashlib.blake2b(json.dumps([weights, _scalars(config)]).encode(), digest_size=16)
-    by_layer: dict[int, list[str]] = {-1: ["embed"]}
-    for name in sorted(checkpoint.tensors):
+# ---- digests -----------------------------------------------------------------------------------------
+
+
+def tensor_digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """Canonical tensor name -> digest of its kind, shape and bytes."""
+
+    def digest(name: str) -> str:
+        info = checkpoint.tensors[name]
+        running = hashlib.blake2b(f"{info.kind} {info.shape}".encode(), digest_size=16)
+        running.update(checkpoint.raw(name).numpy().data)
+        return running.hexdigest()
+
+    with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1)) as pool:
+        return dict(zip(checkpoint.tensors, pool.map(digest, checkpoint.tensors), strict=True))
+
+
+def band_digests(
+    checkpoint: Checkpoint, embed: str, layers: Sequence[str] = (), tensors: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """Digest L covers the embedding, layers 0..L-1 and every scalar that enters them; L in 0..num_layers.
+
+    embed and layers: how the embedding and each layer's matrices are stored and multiplied.
+    tensors: the checkpoint's tensor_digests, where they are known already.
+    """
+    config, tensors = checkpoint.config, tensors or tensor_digests(checkpoint)
+    parts: list[list[str]] = [[] for _ in range(config.num_layers)]
+    for name in sorted(tensors):
         if name.startswith("layers."):
-            by_layer.setdefault(int(name.split(".")[1]), []).append(name)
-    digests = []
-    for layer in range(-1, config.num_layers):
-        if layer >= 0:
-            running.update(f"{config.layer_window(layer)} {config.layer_rope(layer)}".encode())
-        for name in by_layer[layer]:
-            info = checkpoint.tensors[name]
-            running.update(f"{name} {info.kind} {info.shape}".encode())
-            running.update(checkpoint.raw(name).numpy().data)
+            parts[int(name.split(".")[1])] += [name, tensors[name]]
+    running = hashlib.blake2b(json.dumps([embed, _scalars(config), tensors["embed"]]).encode(), digest_size=16)
+    digests = [running.hexdigest()]
+    for i, part in enumerate(parts):
+        turns = repr((config.layer_window(i), config.layer_rope(i)))
+        running.update(json.dumps([turns, layers[i] if layers else "", *part]).encode())
         digests.append(running.hexdigest())
     return tuple(digests)
+
+
+def band_digest(model: Banded, num_layers: int) -> str:
+    """Digest of the embedding and the lowest num_layers layers."""
+    if not 0 <= num_layers <= model.config.num_layers:
+        raise InvalidRequest(f"band_digest: num_layers={num_layers}, expected 0..{model.config.num_layers}")
+    return model.band_digests[num_layers]
+
+
+def rope_digest(config: ModelConfig) -> str:
+    """Of every layer's rotation."""
+    ropes = [asdict(config.layer_rope(i)) for i in range(config.num_layers)]
+    return hashlib.blake2b(json.dumps([config.head_dim, ropes]).encode(), digest_size=16).hexdigest()
+
+
+def kv_key(model: Banded, policy: str, domain: str) -> KVKey:
+    """What a model's keys and values are stored under; policy is the digest of what else decides their bits."""
+    return KVKey(model.band_digests[-1], _vocabulary(model), rope_digest(model.config), policy, domain)
+
+
+def _vocabulary(model: Banded) -> str:
+    """Digest of its tokenizer; "" where the checkpoint has none that can be read, so that it takes ids alone."""
+    try:
+        return model.vocab_digest
+    except (CorruptCheckpoint, UnsupportedModel):
+        return ""
 
 
 def _scalars(config: ModelConfig) -> dict[str, object]:
@@ -67,34 +128,59 @@ def _scalars(config: ModelConfig) -> dict[str, object]:
     return {name: value for name, value in asdict(config).items() if name not in per_layer | elsewhere}
 
 
-def _first_differences(a: ModelConfig, b: ModelConfig, depth: int) -> Iterator[str]:
+# ---- verdicts ----------------------------------------------------------------------------------------
+
+
+def common_layers(a: Banded, b: Banded) -> int:
+    """How many lower layers compute the same bits in both; 0 where their vocabularies differ."""
+    if _scalars(a.config) != _scalars(b.config):  # seen without reading a weight
+        return 0
+    layers = max(_common_digests(a, b) - 1, 0)
+    return layers if layers and _vocabulary(a) == _vocabulary(b) else 0
+
+
+def can_share(a: Shareable, b: Shareable) -> Verdict:
+    """How many lower layers of a prefix computed by `a` hold for `b`, and why not more."""
+    failed: dict[str, str] = {}
+    if _vocabulary(a) != _vocabulary(b):
+        failed["tokenizer"] = "vocabularies differ"
+    for axis, ours, theirs in (
+        ("policy", a.policy, b.policy),
+        ("dtype", a.kv_dtype, b.kv_dtype),
+        ("domain", a.domain, b.domain),
+    ):
+        if ours != theirs:
+            failed[axis] = f"{ours!r} against {theirs!r}"
+    forbids = bool(failed)
+    scalars = _scalars(b.config)
+    failed |= {k: f"{v!r} against {scalars[k]!r}" for k, v in _scalars(a.config).items() if v != scalars[k]}
+    depth = min(a.config.num_layers, b.config.num_layers)
+    per_layer = dict(_first_differences(a.config, b.config, depth))
+    reasons = [f"{axis}: {why}" for axis, why in failed.items()] + list(per_layer.values())
+    axes = [*failed, *per_layer]
+    same = _common_digests(a, b)
+    if same == 0:
+        reasons.append("weights: the embeddings, or how they are stored, differ")
+        axes.append("weights")
+    elif same <= depth and not any(why.startswith(f"layer {same - 1}:") for why in per_layer.values()):
+        reasons.append(f"weights: layer {same - 1} differs")
+        axes.append("weights")
+    layers = 0 if forbids else max(same - 1, 0)
+    proof = a.band_digests[layers] if layers else ""
+    return Verdict(layers, depth, "; ".join(reasons) or "equal", proof, tuple(axes))
+
+
+def _common_digests(a: Banded, b: Banded) -> int:
+    """How many band digests agree, from the embedding's up."""
+    pairs = list(zip(a.band_digests, b.band_digests, strict=False))
+    return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(pairs))
+
+
+def _first_differences(a: ModelConfig, b: ModelConfig, depth: int) -> Iterator[tuple[str, str]]:
     """The lowest layer whose window differs, and the lowest whose rope does."""
     for name in ("window", "rope"):
         for layer in range(depth):
             ours, theirs = (getattr(config, f"layer_{name}")(layer) for config in (a, b))
             if ours != theirs:
-                yield f"layer {layer}: {name} {ours} against {theirs}"
+                yield name, f"layer {layer}: {name} {ours} against {theirs}"
                 break
-
-
-def can_share(a: Shareable, b: Shareable) -> Verdict:
-    """How many lower layers of a prefix computed by `a` hold for `b`, and why not more."""
-    failed = []
-    if a.vocab_digest != b.vocab_digest:
-        failed.append("tokenizer: vocabularies differ")
-    ours, theirs = _scalars(a.config), _scalars(b.config)
-    failed += [f"{k}: {ours[k]!r} against {theirs[k]!r}" for k in ours if ours[k] != theirs[k]]
-    depth = min(a.config.num_layers, b.config.num_layers)
-    per_layer = list(_first_differences(a.config, b.config, depth))
-    failed += per_layer
-    same = 0
-    for one, other in zip(a.band_digests[: depth + 1], b.band_digests[: depth + 1], strict=True):
-        if one != other:
-            break
-        same += 1
-    if same == 0:
-        failed.append("weights: the embeddings, or how they are stored, differ")
-    elif same <= depth and not any(axis.startswith(f"layer {same - 1}:") for axis in per_layer):
-        failed.append(f"weights: layer {same - 1} differs")
-    layers = 0 if a.vocab_digest != b.vocab_digest else max(same - 1, 0)
-    return Verdict(layers, depth, "; ".join(failed) or "equal", a.band_digests[layers] if layers else "")

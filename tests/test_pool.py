@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from polymodel.errors import EmptyId, Leased, PinnedNoRoom, TooLarge, UnknownModel
+from polymodel.errors import EmptyId, Leased, PinnedNoRoom, PolymodelError, TooLarge, UnknownModel
 from polymodel.pool import Pool
 
 HUGE = 2**63 - 1
 
 
-def filled(budget: int, *models: tuple[str, int, bool]) -> Pool:
+def filled(budget: int, *models: tuple[str, int | dict[Hashable, int], bool]) -> Pool:
     pool = Pool(budget)
     for name, num_bytes, pinned in models:
         pool.admit(name, num_bytes, pinned)
@@ -24,7 +25,7 @@ def filled(budget: int, *models: tuple[str, int, bool]) -> Pool:
 
 def state(pool: Pool) -> object:
     """Everything there is to a pool, stamps and clock included."""
-    residents = [(r.name, r.num_bytes, r.pinned, r.leases, r.stamp) for r in pool._residents.values()]
+    residents = [(r.name, list(r.pieces.values()), r.pinned, r.leases, r.stamp) for r in pool._residents.values()]
     return pool.budget, pool._clock, residents
 
 
@@ -214,3 +215,198 @@ def test_any_sequence_keeps_the_invariant_and_errors_change_nothing(
         except (TooLarge, PinnedNoRoom, Leased):
             assert state(pool) == before
         pool.check()
+
+
+# ---- pieces ------------------------------------------------------------------------------------------
+
+BASE: dict[Hashable, int] = {"embed": 40, "lower": 20, "upper": 20}
+TUNED: dict[Hashable, int] = {"embed": 40, "lower": 20, "other": 15}
+
+
+def test_a_piece_of_several_models_counts_once() -> None:
+    pool = filled(100, ("a", BASE, False), ("b", TUNED, False))
+    assert pool.used == 95 and (pool["a"].num_bytes, pool["b"].num_bytes) == (80, 75)
+    assert pool.pieces() == BASE | TUNED
+    assert pool.shared_bytes("a") == pool.shared_bytes("b") == 60
+    assert pool.admit("c", BASE) == [] and pool.used == 95
+    assert pool.shared_bytes("a") == 80
+    pool.check()
+
+
+def test_a_piece_is_charged_to_the_model_that_has_been_in_longest() -> None:
+    pool = filled(200, ("b", TUNED, False), ("a", BASE, False), ("c", 7, False), ("d", BASE, False))
+    assert pool.charges() == {"b": 75, "a": 20, "c": 7, "d": 0}
+    pool.touch("a")
+    pool.evict("b")
+    assert pool.charges() == {"a": 80, "c": 7, "d": 0}
+    pool.evict("a")
+    assert pool.charges() == {"c": 7, "d": 80} and sum(pool.charges().values()) == pool.used
+
+
+def test_models_given_by_their_bytes_share_nothing() -> None:
+    pool = filled(100, ("a", 40, False), ("b", 40, False))
+    assert pool.used == 80 and pool.shared_bytes("a") == 0
+    assert pool.admit("c", 40) == ["a"]
+
+
+def test_only_missing_pieces_need_room() -> None:
+    pool = filled(100, ("a", BASE, True), ("x", 5, True))
+    assert pool.admit("b", TUNED) == [] and pool.used == 100
+    refused(pool, PinnedNoRoom, lambda: pool.admit("c", BASE | {"more": 16}), "96", "80 of them", "85", "100")
+    refused(pool, TooLarge, lambda: pool.admit("c", BASE | {"more": 21}), "101", "100")
+
+
+def test_only_bytes_that_are_really_freed_make_room() -> None:
+    pool = filled(100, ("a", BASE, False), ("b", TUNED, True))
+    assert pool.admit("c", 20) == ["a"]  # frees "upper" alone
+    assert pool.used == 95
+    refused(pool, PinnedNoRoom, lambda: pool.admit("d", 26), "26", "75", "100")
+
+
+def test_what_a_newcomer_takes_over_is_not_freed() -> None:
+    pool = filled(100, ("a", BASE, False), ("x", 20, False))
+    assert pool.admit("b", TUNED) == ["a"]
+    assert pool.used == 95
+    pool = filled(100, ("a", BASE, False), ("x", 20, False))
+    assert pool.admit("b", {"embed": 40, "lower": 20, "other": 30}) == ["a", "x"]
+
+
+def test_a_model_that_would_free_nothing_stays() -> None:
+    pool = filled(100, ("copy", BASE, False), ("x", 20, False), ("a", BASE, True))
+    assert pool.admit("y", 20) == ["x"]
+    assert pool.names() == ["a", "copy", "y"]
+
+
+def test_copies_go_together_when_only_that_makes_room() -> None:
+    pool = filled(100, ("a", BASE, False), ("b", BASE, False), ("x", 20, False))
+    assert pool.admit("y", 40) == ["a", "b"]
+    assert pool.names() == ["x", "y"] and pool.used == 60
+    pool = filled(100, ("a", BASE, False), ("b", BASE, False))
+    assert pool.resize(79) == ["a", "b"]
+
+
+def test_copies_are_refused_together_when_one_is_in_use() -> None:
+    pool = filled(100, ("a", BASE, False), ("b", BASE, False))
+    pool["b"].leases = 1
+    refused(pool, PinnedNoRoom, lambda: pool.admit("y", 40), "40", "80", "100")
+    refused(pool, PinnedNoRoom, lambda: pool.resize(79), "80", "79")
+
+
+def test_a_total_that_cannot_fit_is_known_without_its_pieces() -> None:
+    pool = filled(100, ("a", BASE, False))
+    pool.check_total("b", 100)
+    pool.check_total("a", HUGE)  # resident comes before too large
+    refused(pool, TooLarge, lambda: pool.check_total("b", 101), "101", "100")
+    refused(pool, EmptyId, lambda: pool.check_total("", 1))
+
+
+SIZES: dict[Hashable, int] = {key: 1 + 7 * i % 23 for i, key in enumerate("pqrstuvw")}  # 1..22 bytes
+NAMES = st.sampled_from("abcde")
+PIECES = st.sets(st.sampled_from(sorted(SIZES, key=str)), min_size=1)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """A pool beside the plainest model of it: who holds which pieces, who was used when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.budget = Pool(60), 60
+        self.held: dict[str, set[Hashable]] = {}  # in order of admission
+        self.used: list[str] = []  # coldest first
+        self.fixed: dict[str, str] = {}  # "pinned" or "leased"
+
+    def bytes_of(self, *sets: set[Hashable]) -> int:
+        return sum(SIZES[key] for key in set().union(*sets))
+
+    def expected(self, newcomer: set[Hashable], budget: int) -> list[str] | None:
+        """Victims by giving up one after the other and counting anew; None where that does not help."""
+        kept, victims = dict(self.held), []
+        for name in self.used:
+            if self.bytes_of(newcomer, *kept.values()) <= budget:
+                break
+            if name not in self.fixed:
+                victims.append(name)
+                del kept[name]
+        if self.bytes_of(newcomer, *kept.values()) > budget:
+            return None
+        stays = newcomer.union(*kept.values())
+        return [name for name in victims if not self.held[name] <= stays]
+
+    def give_up(self, victims: list[str]) -> None:
+        for victim in victims:
+            del self.held[victim]
+            self.used.remove(victim)
+
+    def use(self, name: str) -> None:
+        self.used = [other for other in self.used if other != name] + [name]
+
+    def tried(self, call: Callable[[], list[str]]) -> list[str] | None:
+        """Names given up; None for a refusal, which changes nothing."""
+        before = copy.deepcopy(state(self.pool))
+        try:
+            return call()
+        except PolymodelError:
+            assert state(self.pool) == before
+            return None
+
+    @rule(name=NAMES, keys=PIECES, pinned=st.booleans())
+    def admit(self, name: str, keys: set[Hashable], pinned: bool) -> None:
+        pieces = {key: SIZES[key] for key in sorted(keys, key=str)}
+        if name in self.held:
+            assert self.pool.admit(name, pieces, pinned) == []
+            self.use(name)
+            return
+        victims = self.expected(keys, self.budget)
+        assert self.tried(lambda: self.pool.admit(name, pieces, pinned)) == victims
+        if victims is not None:
+            self.give_up(victims)
+            self.held[name] = keys
+            self.use(name)
+            self.fixed |= {name: "pinned"} if pinned else {}
+
+    @rule(budget=st.integers(10, 90))
+    def resize(self, budget: int) -> None:
+        victims = self.expected(set(), budget)
+        assert self.tried(lambda: self.pool.resize(budget)) == victims
+        if victims is not None:
+            self.give_up(victims)
+            self.budget = budget
+
+    @rule(name=NAMES)
+    def touch(self, name: str) -> None:
+        assert self.pool.touch(name) == (name in self.held)
+        if name in self.held:
+            self.use(name)
+
+    @rule(name=NAMES)
+    def evict(self, name: str) -> None:
+        if self.fixed.get(name) == "leased":
+            assert self.tried(lambda: [str(self.pool.evict(name))]) is None
+            return
+        assert self.pool.evict(name) == (name in self.held)
+        if name in self.held:
+            self.give_up([name])
+            self.fixed.pop(name, None)
+
+    @rule(name=NAMES, kind=st.sampled_from(["pinned", "leased", "free"]))
+    def fix(self, name: str, kind: str) -> None:
+        if name in self.held:
+            self.pool[name].pinned, self.pool[name].leases = kind == "pinned", int(kind == "leased")
+            self.fixed.pop(name, None)
+            self.fixed |= {name: kind} if kind != "free" else {}
+
+    @invariant()
+    def holds(self) -> None:
+        self.pool.check()
+        assert self.pool.names() == sorted(self.held) and self.fixed.keys() <= self.held.keys()
+        assert self.pool.used == self.bytes_of(*self.held.values()) <= self.budget
+        seen: set[Hashable] = set()
+        for name, keys in self.held.items():
+            others = set().union(*(k for other, k in self.held.items() if other != name))
+            assert self.pool.shared_bytes(name) == self.bytes_of(keys & others)
+            assert self.pool.charges()[name] == self.bytes_of(keys - seen)
+            seen |= keys
+
+
+PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestPoolMachine = PoolMachine.TestCase
