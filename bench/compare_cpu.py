@@ -90,7 +90,7 @@ def ours(path: str, threads: int, weights: str) -> Callable[[str], float]:
     """Tokens per second of polymodel, by the request's own metrics."""
     import polymodel as pm
 
-    engine = pm.Engine(config=pm.EngineConfig(threads=threads))
+    engine = pm.Engine(config=pm.EngineConfig(threads=threads, prefix_cache=False))
     engine.add("model", path, weights=weights)
 
     def run(kind: str) -> float:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,17 +13,18 @@ from typing import Any
 import torch
 
 from polymodel.checkpoint import Checkpoint, open_checkpoint, resolve
-from polymodel.config import POLICY, EngineConfig, ModelConfig, Weights
+from polymodel.config import DEFAULT_DOMAIN, PUBLIC_DOMAIN, EngineConfig, ModelConfig, Weights
 from polymodel.control import pick_drafter
-from polymodel.errors import InvalidRequest
+from polymodel.errors import InvalidRequest, NotShareable
 from polymodel.events import Events, max_concurrent
 from polymodel.kv import Arena, PageList
 from polymodel.lane import Lane
 from polymodel.ledger import Ledger, format_bytes, parse_bytes
 from polymodel.residency import Hosted, Progress, Residency
+from polymodel.sequence import Context
 from polymodel.sequence import Sequence as Request
 from polymodel.session import Session, check_ids
-from polymodel.share import Verdict
+from polymodel.share import Verdict, can_share
 from polymodel.tokenizer import Tokenizer
 
 
@@ -37,6 +36,9 @@ class Metrics:
     decode_seconds: float  # first token to last
     tokens_per_second: float  # after the first token; 0.0 if there was only one
     num_prompt_tokens: int
+    num_cached_tokens: int  # of the prompt: their pages were taken over
+    num_resumed_tokens: int  # of the prompt: a sibling's lower layers were taken over
+    num_prefill_token_layers: int  # tokens prefilled, times the layers that each went through
     num_output_tokens: int
     num_target_forwards: int  # after the prefill
     num_drafted: int
@@ -86,8 +88,19 @@ class Engine:
         self.arena = Arena(_bytes("kv_budget", kv_budget, self.config.kv_budget), device=self.device)
         self.ledger.set("kv", "arena", self.arena.nbytes)
         weight_bytes = _bytes("budget", budget, self.config.budget)
-        self.residency = Residency(weight_bytes, self.arena, self.ledger, self.events, self.device)
+        share = self.config.multi_model
+        self.residency = Residency(weight_bytes, self.arena, self.ledger, self.events, self.device, share=share)
         self.lane = Lane(self.config, self.residency, self.arena, self.events)
+        self.prefixes = self.lane.prefill.cache
+        self.prefixes.on_change = self.arena.on_states = self._account
+        self._public: list[Context] = []  # prefixes open to all
+
+    def _account(self) -> None:
+        """What the arena's bytes are for."""
+        cached, states = self.prefixes.nbytes, self.arena.state_bytes
+        self.ledger.set("kv", "prefixes", cached)
+        self.ledger.set("kv", "arena", self.arena.nbytes - cached - states)
+        self.ledger.set("band_states", "arena", states)
 
     # ---- models
 
@@ -117,7 +130,8 @@ class Engine:
         return self[name]
 
     def __getitem__(self, name: str) -> ModelHandle:
-        return ModelHandle(self.residency[name])
+        hosted = self.residency[name]
+        return ModelHandle(hosted, self.lane.prefill.policy(hosted))
 
     def __contains__(self, name: str) -> bool:
         return name in self.residency.hosted
@@ -182,11 +196,13 @@ class Engine:
         seed: int = 0,
         stop_at_eos: bool = True,
         draft: str | None = "auto",
+        domain: str = DEFAULT_DOMAIN,
     ) -> Request:
         """Queue a request; `wait`, `output` and `run` bring it on.
 
         Exactly one of prompt (plain text: special tokens in it are text), prompt_ids and messages (through the
-        model's chat template). draft: another hosted model of the same vocabulary, None, or "auto".
+        model's chat template). draft: another hosted model of the same vocabulary, None, or "auto". domain: whose
+        request it is; nothing cached passes from one domain to another. A front sets it from its caller's credentials.
         """
         self.lane.check_open()
         hosted = self.residency[model]
@@ -200,10 +216,11 @@ class Engine:
         drafter = pick_drafter(draft, model, self.residency, self.config.multi_model)
         request = Request(
             model=model,
+            domain=check_domain(domain),
             tokens=ids,
             max_new_tokens=max_new_tokens,
             stop_ids=frozenset(tokenizer.stop_ids) if stop_at_eos else frozenset(),
-            pages=PageList(self.arena, hosted.layout),
+            pages=self.lane.prefill.new_pages(model),
             drafter=drafter,
             draft_pages=PageList(self.arena, self.residency[drafter].layout) if drafter else None,
         )
@@ -262,22 +279,93 @@ class Engine:
 
     def receipt(self, model: str) -> dict[str, str]:
         """The facts that decide bits, and their digest."""
-        hosted = self.residency[model]
-        schemes = sorted({matrix.scheme for matrix in hosted.plan.matrices.values()})
-        facts = {
-            "backend": _backend(self.device),
-            "schemes": ",".join(schemes + hosted.notes),
-            "weights": hosted.plan.weights,
-            "threads": str(torch.get_num_threads()),
-            "kv_dtype": str(hosted.layout.dtype).removeprefix("torch."),
-            "torch": torch.__version__,
-        }
-        return facts | {"policy": POLICY.digest(**facts)}
+        return self.lane.prefill.facts(model)
 
-    def session(self, model: str) -> Session:
-        """An empty sequence in the caller's hands."""
+    def session(self, model: str, *, prefix: Session | None = None, domain: str | None = None) -> Session:
+        """A sequence in the caller's hands, empty or going on from another session's tokens.
+
+        prefix: of a model that shares layers with this one, or of the same; what is shared is not computed again.
+        NotShareable where they share no layer or the domains differ, Contaminated where the prefix is.
+        """
+        with self.lane.lock:
+            self.lane.check_open()
+            self.residency[model]
+            if prefix is None:
+                return Session(self.lane, model, check_domain(DEFAULT_DOMAIN if domain is None else domain))
+            return self._session_from(model, prefix, prefix.domain if domain is None else check_domain(domain))
+
+    def _session_from(self, model: str, prefix: Session, domain: str) -> Session:
+        ours, theirs = self[model], self[prefix.model]
+        verdict = can_share(replace(theirs, domain=prefix.domain), replace(ours, domain=domain))
+        if not verdict:
+            raise NotShareable(f"session({model!r}): nothing of {prefix.model!r} can be shared: {verdict.reason}")
+        session = Session(self.lane, model, domain)
+        try:
+            session.continue_from(prefix)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    # ---- prefixes
+
+    def share_prefix(self, model: str, prompt: str | None = None, **options: Any) -> int:
+        """Open a prefix to all domains and keep it cached; its tokens. Options: prompt_ids or messages instead.
+
+        It stays until `forget` with domain="*". Only what an operator declares passes between domains.
+        """
+        ids = self._ids(model, prompt, **options)
+        with self.lane.lock:
+            context = Context(model=model, domain=PUBLIC_DOMAIN, tokens=ids, pages=self.lane.prefill.new_pages(model))
+            try:
+                self.lane.extend(context, "prefill")
+                self.lane.prefill.keep(context)
+            finally:
+                context.pages.free()
+            self._public.append(context)  # with its lease
+        return len(ids)
+
+    def warm(self, model: str, prompt: str | None = None, *, domain: str = DEFAULT_DOMAIN, **options: Any) -> int:
+        """Prefill a prompt that may be asked for, and cache it as the first to go; its tokens."""
+        ids = self._ids(model, prompt, **options)
+        with self.lane.lock:
+            pages = self.lane.prefill.new_pages(model)
+            context = Context(model=model, domain=check_domain(domain), tokens=ids, pages=pages)
+            try:
+                self.lane.extend(context, "prefill")
+                self.lane.prefill.keep(context, warm=True)
+            finally:
+                self.lane.prefill.drop(context)
+        return len(ids)
+
+    def forget(self, model: str, prompt: str | None = None, *, domain: str = DEFAULT_DOMAIN, **options: Any) -> int:
+        """Strike a prefix out of the cache, and whatever begins with it, cached or live; cached tokens freed.
+
+        It holds for all models of this vocabulary. Requests fail with Forgotten, and so do the later verbs of sessions.
+        """
+        ids = self._ids(model, prompt, **options)
+        with self.lane.lock:
+            if domain == PUBLIC_DOMAIN:
+                self._public = [c for c in self._public if c.tokens[: len(ids)] != ids]
+            return self.lane.forget(model, ids, domain)
+
+    def drop_domain(self, domain: str) -> int:
+        """Free what is cached for a domain, and end its requests and sessions; cached tokens freed."""
+        return self.lane.drop_domain(domain)
+
+    def _ids(
+        self,
+        model: str,
+        prompt: str | None,
+        *,
+        prompt_ids: Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, str]] | None = None,
+    ) -> list[int]:
         self.lane.check_open()
-        return Session(self.lane, model)
+        hosted = self.residency[model]
+        ids = _prompt_ids(hosted, prompt, prompt_ids, messages)
+        check_ids(ids, hosted.config, 0)
+        return ids
 
     # ---- what there is
 
@@ -299,10 +387,19 @@ class Engine:
                     "state": "memory" if is_in else "disk",
                     "pinned": is_in and self.residency.pool[name].pinned,
                     "row_by_row": list(hosted.notes),
+                    "shares": self._shares(hosted),
                     "requests": sum(r.model == name for r in self.lane.live),
                 }
             )
         return Table(rows)
+
+    def _shares(self, hosted: Hosted) -> list[str]:
+        """Lower layers in common with other models, or why they are not used."""
+        proved = self.lane.prefill.proved
+        return [
+            f"{layers} with {partner}" + (f" (off: {why})" if (why := proved.get((hosted.name, layers))) else "")
+            for partner, layers in hosted.partners.items()
+        ]
 
     def max_concurrent_decode(self) -> int:
         """Decode steps that overlapped in time, from the recorded intervals."""
@@ -329,6 +426,12 @@ class ModelHandle:
     """What `eng[name]` shows of a hosted model."""
 
     hosted: Hosted
+    policy: str  # digest of POLICY and what computes
+    domain: str = DEFAULT_DOMAIN
+
+    @property
+    def kv_dtype(self) -> str:
+        return str(self.hosted.layout.dtype).removeprefix("torch.")
 
     @property
     def name(self) -> str:
@@ -392,14 +495,6 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _backend(device: torch.device) -> str:
-    """What computes: a GPU with the compiler of its kernels, or a CPU."""
-    if device.type == "cpu":
-        return f"cpu {torch.backends.cpu.get_cpu_capability()} {platform.machine()}"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{torch.cuda.get_device_name(device)} sm_{major}{minor} triton {version('triton')}"
-
-
 def _bytes(name: str, size: int | str | None, default: int) -> int:
     if size is None:
         return default
@@ -407,6 +502,14 @@ def _bytes(name: str, size: int | str | None, default: int) -> int:
         return parse_bytes(size)
     except ValueError as error:
         raise InvalidRequest(f"{name}: {error}") from None
+
+
+def check_domain(domain: str) -> str:
+    if not domain or domain == PUBLIC_DOMAIN:
+        raise InvalidRequest(
+            f"domain={domain!r}, expected a name; {PUBLIC_DOMAIN!r} is what share_prefix opened to all"
+        )
+    return domain
 
 
 def _prompt_ids(
@@ -451,6 +554,9 @@ def _metrics(request: Request) -> Metrics:
         decode_seconds=seconds,
         tokens_per_second=(count - 1) / seconds if count > 1 and seconds else 0.0,
         num_prompt_tokens=request.num_prompt,
+        num_cached_tokens=request.num_cached,
+        num_resumed_tokens=request.num_resumed,
+        num_prefill_token_layers=request.num_token_layers,
         num_output_tokens=count,
         num_target_forwards=forwards,
         num_drafted=request.num_drafted,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["admit", "evict", "turn", "prefill", "decode", "draft"]
+Kind = Literal["admit", "evict", "turn", "prefill", "decode", "draft", "prove"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Event:
     tokens: int = 0
     sequences: int = 0
     num_bytes: int = 0
+    layers: int = 0  # that each of the tokens went through
 
 
 class Events:
@@ -41,12 +42,12 @@ class Events:
 
     @contextmanager
     def span(
-        self, kind: Kind, model: str, *, tokens: int = 0, sequences: int = 0, num_bytes: int = 0
+        self, kind: Kind, model: str, *, tokens: int = 0, sequences: int = 0, num_bytes: int = 0, layers: int = 0
     ) -> Iterator[None]:
         """Record what happens inside; nothing is recorded if it raises."""
         start = time.perf_counter()
         yield
-        self._log.append(Event(kind, model, start, time.perf_counter(), tokens, sequences, num_bytes))
+        self._log.append(Event(kind, model, start, time.perf_counter(), tokens, sequences, num_bytes, layers))
 
     def of(self, kind: Kind) -> list[Event]:
         return [event for event in self if event.kind == kind]
@@ -62,6 +63,11 @@ def max_concurrent(events: Iterable[Event]) -> int:
     return most
 
 
+def token_layers(events: Iterable[Event]) -> int:
+    """The work of forwards: tokens times the layers that each went through."""
+    return sum(event.tokens * event.layers for event in events)
+
+
 def chrome_trace(events: Iterable[Event]) -> str:
     """The events as a Chrome trace (chrome://tracing, Perfetto): one row a model, microseconds."""
     rows = [
@@ -72,7 +78,7 @@ def chrome_trace(events: Iterable[Event]) -> str:
             "tid": e.model,
             "ts": e.start * 1e6,
             "dur": (e.stop - e.start) * 1e6,
-            "args": {"tokens": e.tokens, "sequences": e.sequences, "bytes": e.num_bytes},
+            "args": {"tokens": e.tokens, "sequences": e.sequences, "bytes": e.num_bytes, "layers": e.layers},
         }
         for e in events
     ]

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
 from contextlib import ExitStack
+from itertools import count
+from typing import Protocol
 
+from torch import Tensor
+
+from csrc_triton.pages import KVLayout
 from polymodel.accept import accept_chain
-from polymodel.config import EngineConfig
+from polymodel.config import DEFAULT_DOMAIN, EngineConfig
 from polymodel.control import draft_length
 from polymodel.draft import draft_chain, settle
 from polymodel.errors import EngineClosed, KVFull, NonFiniteLogits, QueueFull
-from polymodel.events import Events
+from polymodel.events import Events, Kind
 from polymodel.kv import Arena
 from polymodel.model import Model, Panel, forward
-from polymodel.prefill import prefill, take_chunk
+from polymodel.prefill import Prefill, Rows, next_rows, prefill
+from polymodel.provisional import Provisional
 from polymodel.residency import Residency
 from polymodel.sample import greedy
 from polymodel.schedule import RoundRobin
-from polymodel.sequence import Sequence, State
+from polymodel.sequence import Context, PagesSink, Sequence, State
+
+
+class Holder(Protocol):
+    """A request or a session: tokens that can be forgotten."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def domain(self) -> str: ...
+    @property
+    def tokens(self) -> list[int]: ...
+    def forget(self, why: str) -> None: ...
 
 
 class Lane:
@@ -30,8 +50,13 @@ class Lane:
         self.events = events
         self.lock = threading.RLock()
         self.live: list[Sequence] = []
+        self.sessions: weakref.WeakSet[Holder] = weakref.WeakSet()
+        self.session_numbers = count()
+        self.orphans: deque[tuple[Context, str]] = deque()  # of sessions that nobody closed, and their ledger's names
         self.is_closed = False
+        self.prefill = Prefill(config, residency, arena, events)
         self._policy = RoundRobin()
+        arena.reclaimers += [self._give_up_drafts, self._give_up_states, self.prefill.cache.reclaim]
 
     def check_open(self) -> None:
         if self.is_closed:
@@ -44,12 +69,75 @@ class Lane:
                 raise QueueFull(
                     f"{len(self.live)} requests are waiting or running, max_queue is {self.config.max_queue}"
                 )
+            sequence.on_done = self.prefill.retire
             self.live.append(sequence)
+
+    def extend(self, context: Context, kind: Kind, other: Context | None = None) -> Tensor | None:
+        """Bring all tokens of a context into its pages; logits [vocab] after the last, if that was computed.
+
+        A prefill takes over what is cached, or what the other context holds of the same tokens. An error leaves the
+        pages with the tokens they had.
+        """
+        with self.lock, self.residency.lease(context.model) as model:
+            self.check_open()
+            self._bury_orphans()
+            before, counts = len(context.pages), (context.num_cached, context.num_resumed)
+            logits: Tensor | None = None
+            try:
+                if other is not None:
+                    self.prefill.take(context, other)
+                elif kind == "prefill":
+                    self.prefill.begin(context)
+                while len(context.pages) < len(context.tokens):
+                    rows = next_rows(context, self.config.prefill_chunk)
+                    logits = prefill(model, self.arena, [rows], self.events, context.model, kind)
+            except BaseException:
+                context.pages.rollback(len(context.pages) - before)
+                context.resume_until = 0
+                context.num_cached, context.num_resumed = counts
+                raise
+            return None if logits is None else logits[0]
 
     def cancel(self, sequence: Sequence) -> None:
         with self.lock:
             sequence.finish("cancelled")
             self._drop_finished()
+
+    def forget(self, name: str, tokens: list[int], domain: str) -> int:
+        """Strike out what begins with these tokens, cached or live, for all models of this vocabulary; cached tokens.
+
+        Requests fail with Forgotten, and so do the later verbs of sessions.
+        """
+        with self.lock:
+            vocabulary = self._vocabulary(name)
+            for one in self._holders(domain):
+                if one.tokens[: len(tokens)] == tokens and self._vocabulary(one.model) in ("", vocabulary):
+                    one.forget(f"its first {len(tokens)} tokens were forgotten")
+            self._drop_finished()
+            return self.prefill.forget(name, tokens, domain)
+
+    def drop_domain(self, domain: str) -> int:
+        """Free what is cached for a domain, and end its requests and sessions; cached tokens."""
+        with self.lock:
+            for one in self._holders(domain):
+                one.forget(f"the domain {domain!r} was dropped")
+            self._drop_finished()
+            return self.prefill.cache.drop(domain)
+
+    def _vocabulary(self, name: str) -> str:
+        """Digest of a model's vocabulary, "" if the model is gone or has none."""
+        return self.prefill.key(name, DEFAULT_DOMAIN).tokenizer if name in self.residency.hosted else ""
+
+    def _holders(self, domain: str) -> list[Holder]:
+        everyone: list[Holder] = [*self.live, *self.sessions]
+        return [one for one in everyone if one.domain == domain]
+
+    def _bury_orphans(self) -> None:
+        """Give back what sessions held that are gone; their collector only appends here, whatever it interrupts."""
+        while self.orphans:
+            context, owner = self.orphans.popleft()
+            self.prefill.drop(context)
+            self.residency.ledger.set("host_kv", owner, 0)
 
     def close(self) -> None:
         """Fail what is still running; nothing can be submitted afterwards."""
@@ -62,6 +150,7 @@ class Lane:
     def turn(self) -> bool:
         """One model's turn: a chunk of prompts, then a quantum of decode steps. False if there was no work."""
         with self.lock:
+            self._bury_orphans()
             name = self._policy.pick(list(dict.fromkeys(s.model for s in self.live)))
             if name is None:
                 return False
@@ -84,51 +173,69 @@ class Lane:
         self.live = [s for s in self.live if not s.is_over]
 
     def _prefill(self, name: str, model: Model, mine: list[Sequence]) -> None:
-        chunk = take_chunk([s for s in mine if s.state is State.WAITING], self.config.prefill_chunk)
+        waiting = [s for s in mine if s.state is State.WAITING]
+        chunk = self.prefill.next_chunk(waiting, self.live, self.config.prefill_chunk)
         if not chunk:
             return
         try:
-            self._fill(name, model, chunk)
+            self.prefill.run(model, name, chunk)
         except KVFull:
-            self._free_drafts()
-            for sequence, ids in chunk:  # one by one, so that only those fail that are too long for what is left
-                try:
-                    self._fill(name, model, [(sequence, ids)])
-                except KVFull as error:
-                    sequence.finish("error", error)
+            for rows in chunk:  # one by one, so that only those fail that are too long for what is left
+                self._prefill_alone(name, model, rows)
 
-    def _fill(self, name: str, model: Model, chunk: list[tuple[Sequence, list[int]]]) -> None:
-        with self.events.span("prefill", name, tokens=sum(len(ids) for _, ids in chunk), sequences=len(chunk)):
-            prefill(model, self.arena, chunk)
+    def _prefill_alone(self, name: str, model: Model, rows: Rows) -> None:
+        sequence = rows.context
+        assert isinstance(sequence, Sequence)
+        if sequence.state is not State.WAITING:
+            return
+        try:
+            self.prefill.run(model, name, [next_rows(sequence, len(rows.ids))])
+        except KVFull as error:
+            sequence.finish("error", error)
 
-    def _free_drafts(self) -> bool:
-        """Give up all drafters' pages, and what targets reserved for drafts; whether there were any."""
-        drafted = [s for s in self.live if s.draft_pages is not None and s.draft_pages.nbytes]
-        for sequence in drafted:
+    def _give_up_drafts(self, layout: KVLayout, count: int) -> None:
+        """The first thing given up when pages run short: what drafters hold."""
+        for sequence in self.live:
             settle(sequence, 0)
-            sequence.pages.rollback(0)
-        return bool(drafted)
+
+    def _give_up_states(self, layout: KVLayout, count: int) -> None:
+        self.arena.drop_states()
 
     def _decode(self, name: str, model: Model, ready: list[Sequence], drafting: bool = True) -> None:
         """One round: draft, verify every sequence's [pending, drafts] in one forward, accept, commit."""
-        drafts = [self._draft(sequence) if drafting else [] for sequence in ready]
-        panel = Panel(
-            [s.pages for s in ready],
-            [[s.tokens[-1], *draft] for s, draft in zip(ready, drafts, strict=True)],
-            "all" if any(drafts) else "last",
-        )
-        try:
-            with self.events.span("decode", name, tokens=sum(len(ids) for ids in panel.ids), sequences=len(ready)):
-                chosen = greedy(forward(model, self.arena, panel))
-        except KVFull as error:
-            if self._free_drafts():
-                return self._decode(name, model, ready, drafting=False)
-            ready[-1].finish("error", error)  # the youngest makes room; the others go on in the next step
-            return
-        start = 0
-        for sequence, draft in zip(ready, drafts, strict=True):
-            self._commit(sequence, draft, chosen[start : start + len(draft) + 1])
-            start += len(draft) + 1
+        with ExitStack() as stack:
+            spans = [stack.enter_context(self._open_span(sequence)) for sequence in ready]
+            drafts = [self._draft(sequence) if drafting else [] for sequence in ready]
+            panel = Panel(
+                [s.pages for s in ready],
+                [[s.tokens[-1], *draft] for s, draft in zip(ready, drafts, strict=True)],
+                "all" if any(drafts) else "last",
+            )
+            try:
+                tokens, layers = sum(len(ids) for ids in panel.ids), model.config.num_layers
+                with self.events.span("decode", name, tokens=tokens, sequences=len(ready), layers=layers):
+                    chosen = greedy(forward(model, self.arena, panel))
+            except KVFull as error:
+                full = error
+            else:
+                start = 0
+                for sequence, draft, span in zip(ready, drafts, spans, strict=True):
+                    self._commit(sequence, draft, chosen[start : start + len(draft) + 1], span)
+                    start += len(draft) + 1
+                return
+        if any(drafts):
+            self._decode(name, model, ready, drafting=False)
+        else:
+            ready[-1].finish("error", full)  # the youngest makes room; the others go on in the next step
+
+    def _open_span(self, sequence: Sequence) -> Provisional:
+        """What the next round writes: the pending token and its drafts, in the target's pages and the drafter's."""
+        lists = [pages for pages in (sequence.pages, sequence.draft_pages) if pages is not None]
+        return sequence.spans.open([PagesSink(pages, len(sequence.pages)) for pages in lists])
+
+    @property
+    def num_open_spans(self) -> int:
+        return sum(sequence.spans.num_open for sequence in self.live)
 
     def _draft(self, sequence: Sequence) -> list[int]:
         name, count = sequence.drafter, draft_length(self.config.draft_tokens, sequence.num_left)
@@ -139,6 +246,7 @@ class Lane:
         with ExitStack() as stack:
             drafter = stack.enter_context(self.residency.lease(name))
             stack.enter_context(self.events.span("draft", name, tokens=count, sequences=1))
+            stack.enter_context(self.arena.spare_only())
             try:
                 return draft_chain(drafter, self.arena, sequence, count)
             except KVFull:  # drafts are the first thing given up
@@ -147,7 +255,7 @@ class Lane:
                 sequence.drop_drafter()
             return []
 
-    def _commit(self, sequence: Sequence, draft: list[int], target: list[int]) -> None:
+    def _commit(self, sequence: Sequence, draft: list[int], target: list[int], span: Provisional) -> None:
         """Keep the accepted rows, drop the others by a shorter length, emit the tokens."""
         verdict = accept_chain(draft, target)
         sequence.num_forwards += 1
@@ -157,6 +265,5 @@ class Lane:
             histogram = sequence.acceptance_histogram
             histogram += [0] * (verdict.num_accepted + 1 - len(histogram))
             histogram[verdict.num_accepted] += 1
-        sequence.pages.rollback(verdict.num_rejected)
-        settle(sequence, len(sequence.pages))
+        span.promote(1 + verdict.num_accepted)
         sequence.emit(target[: verdict.num_advanced])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import torch
 from torch import Tensor
@@ -64,6 +66,7 @@ class Panel:
     lists: Sequence[PageList]
     ids: Sequence[Sequence[int]]
     wanted: str = "last"  # logits of each sequence's last row, of "all" rows, or "none"
+    first_layer: int = 0  # layers below it are in the pages already, and its inputs in their state pages
 
 
 @torch.inference_mode()
@@ -76,22 +79,24 @@ def forward(
     """Store the panel's tokens in their pages and return logits [rows wanted, vocab] float32.
 
     Pages are reserved before and committed after all layers, so an error leaves every list's length as it was.
+    Where a page has state pages, the residual stream is kept in them as it enters their layers.
     """
     config, counts = model.config, [len(ids) for ids in panel.ids]
     for pages, count in zip(panel.lists, counts, strict=True):
         pages.reserve(count)
+    kept = _kept_states(panel, counts)
     place = _place(panel, counts, arena.workspace(model.layout), model.embed.device)
-    x = take_rows(model.embed, place.ids)
-    if config.embed_scale != 1.0:
-        x = x.mul_(config.embed_scale)
-    x = x.to(model.dtype)
+    x = _states(panel, counts, model, arena) if panel.first_layer else _embedded(place.ids, model)
     norms = [layer.attn_norm for layer in model.layers] + [model.norm]
-    h = rmsnorm(x, norms[0], config.norm_eps)
-    for i, layer in enumerate(model.layers):
+    h = rmsnorm(x, norms[panel.first_layer], config.norm_eps)
+    for i, layer in enumerate(model.layers[panel.first_layer :], panel.first_layer):
         y = _attention(h, i, layer, model, arena, place)
         x, h = _add(x, y, layer.o, layer.post_attn_norm, layer.mlp_norm, config.norm_eps)
         y = _mlp(h, layer, config)
         x, h = _add(x, y, layer.down, layer.post_mlp_norm, norms[i + 1], config.norm_eps)
+        if i + 1 in kept:
+            rows, states, slots = kept[i + 1]
+            arena.write_states(state_layout(model, arena), states, slots, x[rows.to(x.device)])
         if on_layer is not None:
             on_layer(i + 1, len(model.layers))
     for pages, count in zip(panel.lists, counts, strict=True):
@@ -101,6 +106,46 @@ def forward(
     if panel.wanted == "last":
         h = h[place.last]
     return matmul(h, model.head, out_dtype=torch.float32)
+
+
+def _embedded(ids: Tensor, model: Model) -> Tensor:
+    x = take_rows(model.embed, ids)
+    if model.config.embed_scale != 1.0:
+        x = x.mul_(model.config.embed_scale)
+    return x.to(model.dtype)
+
+
+def state_layout(model: Model, arena: Arena) -> KVLayout:
+    """Of pages that hold the residual stream, [64, hidden] a page."""
+    return arena.state_layout(model.config.hidden_size, model.dtype)
+
+
+def _kept_states(panel: Panel, counts: list[int]) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+    """Boundary -> rows of the panel, page ids and slots: where the residual stream is kept as it enters that layer."""
+    found: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    start = 0
+    for pages, count in zip(panel.lists, counts, strict=True):
+        places = pages.place_states(len(pages), len(pages) + count, panel.first_layer)
+        for boundary, (rows, ids, slots) in places.items():
+            found.setdefault(boundary, []).append((rows + start, ids, slots))
+        start += count
+    return {boundary: _cat(parts) for boundary, parts in found.items()}
+
+
+def _states(panel: Panel, counts: list[int], model: Model, arena: Arena) -> Tensor:
+    """The residual stream as it enters the panel's first layer [T, hidden]."""
+    places = []
+    for pages, count in zip(panel.lists, counts, strict=True):
+        place = pages.states_at(panel.first_layer, len(pages), len(pages) + count)
+        assert place is not None, "hidden states were given up under a forward"
+        places.append(place)
+    ids, slots = (torch.cat(part) for part in zip(*places, strict=True))
+    return arena.read_states(state_layout(model, arena), ids, slots)
+
+
+def _cat(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    rows, ids, slots = (torch.cat(part) for part in zip(*parts, strict=True))
+    return rows, ids, slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +230,21 @@ def _mlp(h: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
     if layer.gate_up.layout == "t64-glu":
         return swiglu_matmul(h, layer.gate_up, activation=config.activation)
     return swiglu(matmul(h, layer.gate_up), config.activation, block=config.intermediate_size)
+
+
+def backend_facts(device: torch.device, kv_dtype: torch.dtype) -> dict[str, str]:
+    """What decides a forward's bits beside its weights and POLICY: what computes, with which versions."""
+    if device.type == "cpu":
+        backend = f"cpu {torch.backends.cpu.get_cpu_capability()} {platform.machine()}"
+    else:
+        major, minor = torch.cuda.get_device_capability(device)
+        backend = f"{torch.cuda.get_device_name(device)} sm_{major}{minor} triton {version('triton')}"
+    return {
+        "backend": backend,
+        "threads": str(torch.get_num_threads()),
+        "kv_dtype": str(kv_dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+    }
 
 
 def rope_tables(config: ModelConfig, max_position: int, device: torch.device | str = "cpu") -> list[RopeTable]:

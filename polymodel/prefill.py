@@ -1,35 +1,316 @@
-"""Waiting prompts -> pages and first tokens, several sequences in one forward, in chunks."""
+"""Waiting prompts -> pages and first tokens, in chunks; and what a prompt takes over from what was computed before.
+
+A prompt that begins like a cached one of its domain takes that one's pages over: no bytes move. Where a sibling has
+cached more of it and the lower layers are equal, their keys and values are copied, the hidden states kept with the
+sibling's pages enter the first layer that differs, and only the layers above run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from itertools import groupby
+from weakref import WeakKeyDictionary
 
-from polymodel.kv import Arena
-from polymodel.model import Model, Panel, forward
+import torch
+
+from polymodel.config import PAGE_TOKENS, POLICY, PUBLIC_DOMAIN, EngineConfig, KVKey
+from polymodel.errors import Contaminated, KVFull
+from polymodel.events import Events, Kind
+from polymodel.kv import Arena, PageList
+from polymodel.model import Model, Panel, backend_facts, forward
+from polymodel.prefix import Match, PrefixCache, common_length
+from polymodel.residency import Hosted, Residency
 from polymodel.sample import greedy
-from polymodel.sequence import Sequence, State
+from polymodel.sequence import Context, Sequence, State
+from polymodel.share import kv_key
 
 
-def take_chunk(waiting: Seq[Sequence], max_tokens: int) -> list[tuple[Sequence, list[int]]]:
-    """The next prompt tokens of the first sequences, at most max_tokens in all."""
-    chunk, room = [], max_tokens
-    for sequence in waiting:
-        rest = sequence.tokens[len(sequence.pages) :][:room]
-        if not rest:
-            break
-        chunk.append((sequence, rest))
-        room -= len(rest)
-    return chunk
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The next tokens of a context to go through a forward, from a layer on."""
+
+    context: Context
+    ids: list[int]
+    first_layer: int
+
+    @property
+    def is_last(self) -> bool:
+        return len(self.context.pages) + len(self.ids) == len(self.context.tokens)
 
 
-def prefill(model: Model, arena: Arena, chunk: Seq[tuple[Sequence, list[int]]]) -> None:
-    """One forward over a chunk; a sequence whose prompt is complete gets its first token and is ready."""
-    ends = [len(sequence.pages) + len(ids) == sequence.num_prompt for sequence, ids in chunk]
-    panel = Panel([s.pages for s, _ in chunk], [ids for _, ids in chunk], "last" if any(ends) else "none")
-    logits = forward(model, arena, panel)
-    complete = [i for i, is_end in enumerate(ends) if is_end]
-    if not complete:
-        return
-    for i, token in zip(complete, greedy(logits[complete]), strict=True):
-        chunk[i][0].state = State.READY
-        chunk[i][0].emit([token])
+def next_rows(context: Context, room: int) -> Rows:
+    """At most `room` tokens; those with a sibling's lower layers go first, as long as the hidden states are there."""
+    done = len(context.pages)
+    if done < context.resume_until:
+        stop = min(context.resume_until, done + room)
+        if context.pages.states_at(context.resume_layer, done, stop) is not None:
+            return Rows(context, context.tokens[done:stop], context.resume_layer)
+        context.resume_until = 0  # given up meanwhile, so all layers run
+        context.pages.rollback(0)
+    return Rows(context, context.tokens[done : done + room], 0)
+
+
+def prefill(
+    model: Model, arena: Arena, rows: Seq[Rows], events: Events, name: str, kind: Kind = "prefill"
+) -> torch.Tensor:
+    """One forward over rows that begin at one layer; logits [len(rows), vocab], or none if no prompt ends here."""
+    first = rows[0].first_layer
+    panel = Panel(
+        [r.context.pages for r in rows],
+        [r.ids for r in rows],
+        "last" if any(r.is_last for r in rows) else "none",
+        first,
+    )
+    tokens, layers = sum(len(r.ids) for r in rows), model.config.num_layers - first
+    with events.span(kind, name, tokens=tokens, sequences=len(rows), layers=layers):
+        logits = forward(model, arena, panel)
+    for r in rows if kind == "prefill" else ():
+        r.context.num_token_layers += len(r.ids) * layers
+        r.context.num_resumed += len(r.ids) if first else 0
+    return logits
+
+
+class Prefill:
+    """Brings prompts into pages, and looks up and keeps what can be shared."""
+
+    def __init__(self, config: EngineConfig, residency: Residency, arena: Arena, events: Events) -> None:
+        self.config = config
+        self.residency = residency
+        self.arena = arena
+        self.events = events
+        budget = arena.nbytes // 4 * 3 if config.prefix_budget is None else config.prefix_budget
+        self.cache = PrefixCache(
+            arena,
+            max_bytes=budget,
+            max_tokens=config.prefix_tokens,
+            policy=config.prefix_eviction,
+            min_match=config.prefix_min_match,
+        )
+        self._policies: dict[tuple[torch.dtype, int], str] = {}  # by dtype of the pages and threads
+        self._known: WeakKeyDictionary[Hosted, KVKey] = WeakKeyDictionary()
+        self.proved: dict[tuple[str, int], str] = {}  # (model, first layer) -> why no prompt resumes there, or ""
+
+    # ---- keys and lists
+
+    def new_pages(self, name: str) -> PageList:
+        hosted = self.residency[name]
+        states = self.arena.state_layout(hosted.config.hidden_size, hosted.plan.dtype) if hosted.boundaries else None
+        return PageList(self.arena, hosted.layout, hosted.boundaries, states)
+
+    def key(self, name: str, domain: str) -> KVKey:
+        """What a model's keys and values are cached under: every model has its own where nothing is shared."""
+        hosted = self.residency[name]
+        policy = self.policy(hosted)
+        key = self._known.get(hosted)
+        if key is None or key.policy != policy:
+            key = self._known[hosted] = kv_key(hosted, policy, domain)
+        band = key.band if self.config.multi_model else f"{key.band} of {name}"
+        return replace(key, band=band, domain=domain)
+
+    def facts(self, name: str) -> dict[str, str]:
+        """What decides a model's bits, and the digest of it and POLICY."""
+        hosted = self.residency[name]
+        schemes = sorted({matrix.scheme for matrix in hosted.plan.matrices.values()})
+        facts = backend_facts(self.residency.device, hosted.layout.dtype)
+        facts |= {"schemes": ",".join(schemes + hosted.notes), "weights": hosted.plan.weights}
+        return facts | {"policy": POLICY.digest(**facts)}
+
+    def policy(self, hosted: Hosted) -> str:
+        """The digest of what computes, whichever model."""
+        at = hosted.layout.dtype, torch.get_num_threads()
+        if at not in self._policies:
+            self._policies[at] = POLICY.digest(**backend_facts(self.residency.device, hosted.layout.dtype))
+        return self._policies[at]
+
+    def _keys(self, name: str, domain: str) -> list[KVKey]:
+        """What a caller of the domain may read."""
+        return [self.key(name, of) for of in dict.fromkeys((domain, PUBLIC_DOMAIN))]
+
+    # ---- taking over
+
+    def begin(self, context: Context) -> None:
+        """Take over what is cached of the tokens, but for the last one's row, which gives the logits."""
+        context.has_begun = True
+        if self.config.prefix_cache and context.pages.clean == len(context.pages):
+            self._take_pages(context)
+            self._take_band(context)
+
+    def _take_pages(self, context: Context) -> None:
+        before = len(context.pages)
+        match = self.cache.match(self._keys(context.model, context.domain), context.tokens[:-1])
+        if match.length <= before:
+            self._release(match)
+            return
+        context.pages.splice(match.pages, match.length)
+        self.leave(context)
+        context.lease = match.lease
+        context.num_cached += match.length - before
+
+    def _release(self, match: Match) -> None:
+        if match.lease is not None:
+            self.cache.release(match.lease)
+
+    def leave(self, context: Context) -> None:
+        """Give the context's lease back."""
+        if context.lease is not None:
+            self.cache.release(context.lease)
+            context.lease = None
+
+    def _take_band(self, context: Context) -> None:
+        """From the sibling that saves most."""
+        most = 0
+        for name, layers in self._siblings(context.model):
+            found = self.cache.peek(self._keys(name, context.domain), context.tokens)
+            gain = found.length - len(context.pages)
+            if gain >= self.config.prefix_min_match and gain * layers > most:
+                most, match, partner, common = gain * layers, found, self.residency[name], layers
+        if most:
+            self.take_band(context, match, partner, common)
+
+    def take_band(self, context: Context, match: Match, partner: Hosted, layers: int) -> None:
+        """Take the lower layers of the matched tokens over, as far as the partner's hidden states were kept.
+
+        Where there is no room for the copies beside what they are made from, nothing is taken over.
+        """
+        self.arena.share(match.pages)  # what is reserved for the copies reclaims other pages than these
+        try:
+            if self._is_proved(context, match, partner, layers):
+                context.resume_until = context.pages.take_band(match.pages, partner.layout, layers, match.length)
+                context.resume_layer = layers
+        except KVFull:
+            context.resume_until = 0
+        finally:
+            self.arena.release(partner.layout, match.pages)
+
+    def take(self, context: Context, other: Context) -> None:
+        """All that an empty context can take over from another one with the same tokens."""
+        if other.pages.clean < len(other.tokens):
+            raise Contaminated(f"the prefix is clean up to token {other.pages.clean} of {len(other.tokens)} only")
+        pages, length = other.pages.pages, len(other.tokens)
+        if self.key(context.model, context.domain) == self.key(other.model, other.domain):
+            context.pages.splice(pages[: -(-length // PAGE_TOKENS)], length)
+            context.num_cached += length
+            return
+        if self.config.prefix_cache:
+            self._take_pages(context)
+        if layers := dict(self._siblings(context.model)).get(other.model, 0):
+            self.take_band(context, Match(length, pages, None, None), self.residency[other.model], layers)
+
+    def _siblings(self, name: str) -> list[tuple[str, int]]:
+        """Models of other upper layers, and how many lower ones they have in common; equal models share a key."""
+        hosted = self.residency[name]
+        return [
+            (partner, layers)
+            for partner, layers in hosted.partners.items()
+            if layers < max(hosted.config.num_layers, self.residency[partner].config.num_layers)
+        ]
+
+    def _is_proved(self, context: Context, match: Match, partner: Hosted, layers: int) -> bool:
+        """Whether resuming gives this model's own bits here: tried once a model and layer, on the first page."""
+        at = (context.model, layers)
+        if at not in self.proved:
+            ids = context.tokens[: min(PAGE_TOKENS, match.length)]
+            direct, resumed = self.new_pages(context.model), self.new_pages(context.model)
+            try:
+                if resumed.take_band(match.pages, partner.layout, layers, len(ids)) < len(ids):
+                    return False
+                with self.residency.lease(context.model) as model, self.events.span("prove", context.model):
+                    above = forward(model, self.arena, Panel([resumed], [ids], first_layer=layers))
+                    whole = forward(model, self.arena, Panel([direct], [ids]))
+                same = torch.equal(whole, above) and torch.equal(direct.dump(), resumed.dump())
+                self.proved[at] = "" if same else f"resuming at layer {layers} changes bits on this machine"
+            finally:
+                direct.free()
+                resumed.free()
+        return not self.proved[at]
+
+    # ---- keeping
+
+    def keep(self, context: Context, stop: int | None = None, *, warm: bool = False) -> None:
+        """Cache the clean tokens before `stop`, by default all; only whole pages while more are on their way."""
+        stop = len(context.tokens) if stop is None else stop
+        count = min(context.pages.clean, stop)
+        if count < stop:
+            count -= count % PAGE_TOKENS
+        if not self.config.prefix_cache or count <= 0:
+            return
+        pages = context.pages.pages[: -(-count // PAGE_TOKENS)]
+        key = self.key(context.model, context.domain)
+        context.lease = self.cache.insert(
+            key, context.pages.layout, context.tokens[:count], pages, context.lease, warm=warm
+        )
+
+    def retire(self, sequence: Sequence) -> None:
+        """Keep what a request computed, if all went well, and give its lease back."""
+        if sequence.error is None and sequence.has_begun:
+            self.keep(sequence, len(sequence.tokens) - 1)  # the pending token is in the pages only if it was drafted
+        self.leave(sequence)
+
+    def drop(self, context: Context) -> None:
+        """Give the lease and the pages back."""
+        self.leave(context)
+        context.pages.free()
+        context.resume_until = 0
+
+    def forget(self, name: str, tokens: Seq[int], domain: str, keep: int = 0) -> int:
+        """Strike everything that begins with these tokens out of the cache, of all models with this vocabulary.
+
+        What leads to them goes as far as nothing else needs it, but for the first `keep` tokens.
+        """
+        tokenizer = self.key(name, domain).tokenizer
+        keys = [key for key in self.cache.keys if (key.tokenizer, key.domain) == (tokenizer, domain)]
+        return sum(self.cache.forget(key, tokens, keep) for key in keys)
+
+    # ---- the lane's part
+
+    def next_chunk(self, waiting: Seq[Sequence], live: Seq[Sequence], room: int) -> list[Rows]:
+        """The next prompt tokens of the first sequences, at most `room` in all.
+
+        A prompt whose beginning another one is just computing waits for that one.
+        """
+        chunk: list[Rows] = []
+        for sequence in waiting:
+            if room <= 0:
+                break
+            if not sequence.has_begun:
+                if self._waits(sequence, [s for s in live if s.has_begun and s.state is State.WAITING]):
+                    continue
+                self.begin(sequence)
+            rows = next_rows(sequence, room)
+            chunk.append(rows)
+            room -= len(rows.ids)
+        return chunk
+
+    def _waits(self, context: Context, leaders: Seq[Context]) -> bool:
+        """Whether a prompt on its way will have cached more of these tokens than is cached now."""
+        if not self.config.prefix_cache:
+            return False
+        siblings = dict(self._siblings(context.model))
+        keys = self._keys(context.model, context.domain)
+        for leader in leaders:
+            if leader.domain != context.domain:
+                continue
+            theirs = self._keys(leader.model, leader.domain)
+            if theirs != keys and siblings.get(leader.model, 0) not in leader.pages.keep:
+                continue
+            common = common_length(context.tokens, leader.tokens)
+            if common - self.cache.peek(theirs, context.tokens).length >= self.config.prefix_flight:
+                return True
+        return False
+
+    def run(self, model: Model, name: str, chunk: Seq[Rows]) -> None:
+        """The forwards of a chunk; a sequence whose prompt is complete gets its first token and is ready."""
+        for _, group in groupby(sorted(chunk, key=lambda r: -r.first_layer), key=lambda r: r.first_layer):
+            rows = list(group)
+            ends = [r.is_last for r in rows]
+            logits = prefill(model, self.arena, rows, self.events, name)
+            complete = [i for i, is_end in enumerate(ends) if is_end]
+            tokens = dict(zip(complete, greedy(logits[complete]) if complete else [], strict=True))
+            for i, r in enumerate(rows):
+                if tokens.get(i, 0) >= 0:  # numbers that are none are nobody's prefix
+                    self.keep(r.context)
+                if i in tokens:
+                    assert isinstance(r.context, Sequence)
+                    r.context.state = State.READY
+                    r.context.emit([tokens[i]])

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polymodel.checkpoint import resolve
+from polymodel.checkpoint import open_checkpoint, perturbed, resolve
+from polymodel.config import EngineConfig
 from polymodel.engine import Engine
 from polymodel.errors import PolymodelError, TooLarge
 from polymodel.header import PARTS, source_name
@@ -38,10 +39,10 @@ class Broken(Exception):
 
 def selfcheck(source: str | None = None) -> Iterator[Check]:
     """One check after the other on a checkpoint, by path or name; on a small random model if none is given."""
-    with _source(source) as path, Engine(budget="64GiB") as engine:
+    with _source(source) as path, Engine(budget="64GiB", config=EngineConfig(prefix_cache=False)) as engine:
         engine.add("one", path)
-        engine.budget = engine["one"].nbytes * 5 // 2  # two of three have room
-        for check in (check_budget, check_lane, check_company, check_chunks, check_drafts, check_reload):
+        engine.budget = engine["one"].nbytes
+        for check in (check_budget, check_lane, check_company, check_chunks, check_share, check_drafts, check_reload):
             yield _run(check, engine, path)
 
 
@@ -59,12 +60,17 @@ def _expect(holds: bool, otherwise: str) -> None:
 
 
 def check_budget(engine: Engine, path: Path) -> str:
-    """Three models under a budget for two: never more bytes than the budget, nothing lost."""
+    """Three equal models in the memory of one, and a sibling in their place: never over the budget, nothing lost."""
     for name in ("two", "three"):
         engine.add(name, path)
-        _expect(engine.ledger.total("weights") <= engine.budget, f"over the budget after adding {name!r}")
+    stored = engine.ledger.total("weights")
+    _expect(stored == engine["one"].nbytes, f"three equal models take {stored:,} bytes, one {engine['one'].nbytes:,}")
+    engine.add("sibling", perturbed(open_checkpoint(path), 0, seed=0))
+    _expect(engine.ledger.total("weights") <= engine.budget, "over the budget after adding a sibling")
     states = [row["state"] for row in engine.table()]
-    _expect(states == ["disk", "memory", "memory"], f"expected the oldest of three on disk, got {states}")
+    _expect(states == ["disk"] * 3 + ["memory"], f"expected all but the sibling on disk, got {states}")
+    engine.remove("sibling")
+    engine.budget *= 3  # room for what the other checks add
     before = engine.budget, str(engine.table())
     with Engine(budget=engine["one"].nbytes - 1) as small:
         try:
@@ -74,7 +80,7 @@ def check_budget(engine: Engine, path: Path) -> str:
         else:
             raise Broken("a model larger than the budget was not refused")
     _expect(before == (engine.budget, str(engine.table())), "the table changed by itself")
-    return f"{engine.ledger.total('weights'):,} of {engine.budget:,} bytes, {len(states)} models known"
+    return f"three equal models in {stored:,} bytes, as much as the budget was"
 
 
 def check_lane(engine: Engine, path: Path) -> str:
@@ -130,6 +136,24 @@ def check_chunks(engine: Engine, path: Path) -> str:
     return f"{len(ids)} tokens in chunks of {len(ids)}, 7 and 1"
 
 
+def check_share(engine: Engine, path: Path) -> str:
+    """A sibling that goes on from a model's prefix, and one that computes it: the same keys, values and logits."""
+    if not engine.config.multi_model:
+        return "sharing between models is off"
+    half = engine["one"].config.num_layers // 2
+    engine.add("sibling", perturbed(open_checkpoint(path), half, seed=1))
+    ids = engine["one"].tokenizer.encode(" ".join(PROMPTS))
+    with engine.session("one") as prefix, engine.session("sibling") as direct:
+        prefix.append(ids)
+        logits = direct.append(ids)
+        with engine.session("sibling", prefix=prefix) as shared:
+            _expect(shared.num_resumed == len(ids), f"{shared.num_resumed} of {len(ids)} tokens were taken over")
+            _expect(torch.equal(shared.pages.dump(), direct.pages.dump()), "keys or values differ")
+            _expect(shared.logits is not None and torch.equal(shared.logits, logits), "the logits differ")
+    engine.remove("sibling")
+    return f"{half} of {engine['one'].config.num_layers} layers of {len(ids)} tokens taken over"
+
+
 def check_drafts(engine: Engine, path: Path) -> str:
     """Drafted by the 4-bit twin and plain: the same tokens."""
     engine.remove("three")
@@ -149,7 +173,8 @@ def check_reload(engine: Engine, path: Path) -> str:
     """Given up and loaded again: the same logits, bit for bit."""
     prompts = [engine["one"].tokenizer.encode(PROMPTS[0])]
     before = _logits(engine, prompts)
-    engine.unload("one")
+    for name in ("one", "two"):  # what an equal model holds would not be loaded again
+        engine.unload(name)
     _expect("one" not in engine.ledger.of("weights"), "unloading left bytes in the ledger")
     _expect(torch.equal(before, _logits(engine, prompts)), "the logits changed")
     return f"{engine['one'].nbytes:,} bytes given back and loaded again"

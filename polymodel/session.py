@@ -2,93 +2,388 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 
 from torch import Tensor
 
-from polymodel.config import ModelConfig
-from polymodel.errors import InvalidRequest, PromptTooLong
-from polymodel.kv import PageList
+from polymodel.config import DEFAULT_DOMAIN, ModelConfig
+from polymodel.errors import Busy, Contaminated, Forgotten, InvalidRequest, PromptTooLong
+from polymodel.events import Kind
+from polymodel.kv import PageList, Swapped
 from polymodel.lane import Lane
-from polymodel.model import Panel, forward
+from polymodel.provisional import Provisional, Sink, Spans
 from polymodel.sample import greedy_one
+from polymodel.sequence import Context
+from polymodel.session_file import read_session, write_session
 
 
 class Session:
-    """Tokens and their pages for one model. `logits` [vocab] float32 are those after the last token."""
+    """Tokens and their pages for one model.
 
-    def __init__(self, lane: Lane, model: str, pages: PageList | None = None) -> None:
+    One verb at a time: a second thread's raises Busy. Evicting a span that later tokens attended leaves the session
+    contaminated from there: its tokens go on, but none of them reaches a cache, a file or another session until
+    `repair`. Spans are half-open slices of token positions.
+    """
+
+    def __init__(self, lane: Lane, model: str, domain: str = DEFAULT_DOMAIN) -> None:
         self._lane = lane
-        self.model = model
-        self.pages = pages if pages is not None else PageList(lane.arena, lane.residency[model].layout)
-        self.tokens: list[int] = []
-        self.logits: Tensor | None = None
+        self._context = Context(model=model, domain=domain, tokens=[], pages=lane.prefill.new_pages(model))
+        self._logits: Tensor | None = None
+        self._verb = threading.Lock()
+        self._spans = Spans()
+        self._sinks: list[_SessionSink] = []  # of the open spans
+        self._swapped: Swapped | None = None
+        self._forgotten = ""  # why, if it was
+        self._owner = f"session {next(lane.session_numbers)}"  # in the ledger
+        lane.sessions.add(self)
+        weakref.finalize(self, lane.orphans.append, (self._context, self._owner)).atexit = False
+
+    @property
+    def model(self) -> str:
+        return self._context.model
+
+    @property
+    def domain(self) -> str:
+        return self._context.domain
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._context.tokens
+
+    @property
+    def pages(self) -> PageList:
+        return self._context.pages
+
+    @property
+    def logits(self) -> Tensor | None:
+        """[vocab] float32, after the last token; computed again, by one row, where they were not kept.
+
+        None while there are no tokens, and where the last one is contaminated and what it gave was not kept.
+        """
+        if self._logits is None and self.tokens and not self.is_contaminated:
+            with self._verb_of("logits"):
+                self._restore_logits()
+        return self._logits
+
+    def _restore_logits(self) -> None:
+        with self._lane.lock:
+            self.pages.reopen()
+            try:
+                self._logits = self._lane.extend(self._context, "decode")
+            except BaseException:
+                self.pages.commit(1)  # its keys and values are there
+                raise
+
+    @property
+    def clean(self) -> int:
+        """Tokens before here are exactly what a fresh prefill of them would be."""
+        return self.pages.clean if self._swapped is None else self._swapped.clean
+
+    @property
+    def is_contaminated(self) -> bool:
+        return self.clean < len(self.tokens)
+
+    @property
+    def is_swapped_out(self) -> bool:
+        return self._swapped is not None
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose pages were taken over from the prefix cache or another session."""
+        return self._context.num_cached
+
+    @property
+    def num_resumed(self) -> int:
+        """Tokens of which another model's lower layers were taken over."""
+        return self._context.num_resumed
+
+    @property
+    def num_open_spans(self) -> int:
+        return self._spans.num_open
 
     def __len__(self) -> int:
         return len(self.tokens)
 
+    # ---- growing
+
     def append(self, ids: Seq[int]) -> Tensor:
         """Prefill ids after what is there; logits [vocab] after the last one. KVFull changes nothing."""
-        self._lane.check_open()
-        config = self._lane.residency[self.model].config
-        check_ids(ids, config, len(self.tokens))
-        with self._lane.lock, self._lane.residency.lease(self.model) as model:
-            before, chunk = len(self.pages), self._lane.config.prefill_chunk
-            try:
-                for start in range(0, len(ids), chunk):
-                    part = ids[start : start + chunk]
-                    with self._lane.events.span("prefill", self.model, tokens=len(part), sequences=1):
-                        logits = forward(model, self._lane.arena, Panel([self.pages], [part]))
-            except BaseException:
-                self.pages.rollback(len(self.pages) - before)
-                raise
-            self.tokens += ids
-            self.logits = logits[0]
-        return self.logits
+        with self._verb_of("append"):
+            return self._append(ids, "prefill")
 
     def step(self) -> int:
         """Append the greedy next token and return it."""
-        if self.logits is None:
-            raise InvalidRequest("step: the session is empty; append a prompt first")
-        token = greedy_one(self.logits, self.model)
-        self.append([token])
-        return token
+        with self._verb_of("step"):
+            return self._step()
 
     def generate(self, max_new_tokens: int) -> list[int]:
         """The next greedy tokens, up to a stop token or the limit; all of them end up in the session."""
-        stop = set(self._lane.residency[self.model].tokenizer.stop_ids)
-        out: list[int] = []
-        while len(out) < max_new_tokens and not (out and out[-1] in stop):
-            out.append(self.step())
-        return out
+        with self._verb_of("generate"):
+            stop = set(self._lane.residency[self.model].tokenizer.stop_ids)
+            out: list[int] = []
+            while len(out) < max_new_tokens and not (out and out[-1] in stop):
+                out.append(self._step())
+            return out
 
-    def clone(self) -> Session:
-        """An independent session with the same tokens; the pages are shared until one of them writes."""
+    def _step(self) -> int:
+        if not self.tokens:
+            raise InvalidRequest("step: the session is empty; append a prompt first")
+        if self._logits is None and self.is_contaminated:
+            raise Contaminated(
+                f"step: the logits after token {len(self) - 1} were not kept, and tokens are clean up to {self.clean} "
+                "only; append or repair first"
+            )
+        if self._logits is None:
+            self._restore_logits()
+        assert self._logits is not None
+        token = greedy_one(self._logits, self.model)
+        self._append([token], "decode")
+        return token
+
+    def _append(self, ids: Seq[int], kind: Kind) -> Tensor:
         with self._lane.lock:
-            twin = Session(self._lane, self.model, self.pages.clone())
-        twin.tokens, twin.logits = list(self.tokens), self.logits
-        return twin
+            self._check_there("append")
+            before = len(self.tokens)
+            check_ids(ids, self._lane.residency[self.model].config, before)
+            self.tokens.extend(ids)
+            try:
+                logits = self._logits = self._lane.extend(self._context, kind)
+            except BaseException:
+                del self.tokens[before:]
+                raise
+            assert logits is not None
+            if kind == "prefill":
+                self._keep()
+            return logits
+
+    def _keep(self) -> None:
+        """Cache what is clean, unless it may still be rolled back."""
+        if not self._sinks:
+            self._lane.prefill.keep(self._context)
+
+    # ---- forgetting
 
     def rollback(self, count: int) -> None:
         """Forget the last `count` tokens. Exact: what follows equals a session that never saw them."""
-        if not 0 <= count <= len(self.tokens):
-            raise InvalidRequest(f"rollback({count}): the session has {len(self.tokens)} tokens")
-        if not count:
+        with self._verb_of("rollback"):
+            if not 0 <= count <= len(self.tokens):
+                raise InvalidRequest(f"rollback({count}): the session has {len(self.tokens)} tokens")
+            self._cut(len(self.tokens) - count)
+
+    def _cut(self, length: int, logits: Tensor | None = None) -> None:
+        """Keep the first `length` tokens, and these logits of the last one."""
+        if length >= len(self.tokens):
             return
         with self._lane.lock:
-            last = self.tokens[-count - 1] if count < len(self.tokens) else None
-            self.pages.rollback(min(count + 1, len(self.tokens)))
-            del self.tokens[-count - 1 :]
-            self.logits = None
-            if last is not None:  # its logits were not kept; one row brings them back
-                self.append([last])
+            self.pages.rollback(len(self.tokens) - length)
+            del self.tokens[length:]
+            self._logits = logits
+        for sink in self._sinks:
+            sink.start = min(sink.start, length)
+
+    def quarantine(self, span: slice) -> None:
+        """Remove tokens that nothing attended yet, the last ones. Exact: equal to a session that never saw them.
+
+        What the prefix cache holds of them in this domain goes as well. Contaminated if later tokens attended them.
+        """
+        with self._verb_of("quarantine"):
+            start, stop = self._bounds("quarantine", span)
+            if stop < len(self.tokens):
+                raise Contaminated(
+                    f"quarantine({start}, {stop}): tokens {stop}..{len(self.tokens) - 1} attended the span; "
+                    "evict it, then repair"
+                )
+            if start < stop:
+                with self._lane.lock:
+                    self._lane.prefill.forget(self.model, self.tokens[: start + 1], self.domain, keep=start)
+                self._cut(start)
+
+    def evict(self, span: slice) -> None:
+        """Drop tokens that later ones attended, and move those up: no bytes move.
+
+        The later tokens remember what is gone, so the session is contaminated from `start` on; a span that ends the
+        session is a rollback.
+        """
+        with self._verb_of("evict"):
+            start, stop = self._bounds("evict", span)
+            if stop == len(self.tokens):
+                self._cut(start)
+                return
+            with self._lane.lock:
+                self.pages.evict(start, stop)
+            del self.tokens[start:stop]
+            for sink in self._sinks:
+                sink.start -= min(max(sink.start - start, 0), stop - start)
+
+    def repair(self) -> None:
+        """Prefill again what attended something evicted. Exact: equal to a session that never saw it."""
+        with self._verb_of("repair"):
+            if not self.is_contaminated:
+                return
+            with self._lane.lock:
+                fresh = Context(model=self.model, domain=self.domain, tokens=self.tokens, pages=self.pages.clone())
+                fresh.pages.rollback(len(self.tokens) - self.clean)
+                try:
+                    self._logits = self._lane.extend(fresh, "prefill")
+                except BaseException:
+                    self._lane.prefill.drop(fresh)
+                    raise
+                self._lane.prefill.drop(self._context)
+                self._context.pages, self._context.lease = fresh.pages, fresh.lease
+                self._context.num_cached += fresh.num_cached
+                self._context.num_resumed += fresh.num_resumed
+                self._keep()
+
+    def _bounds(self, verb: str, span: slice) -> tuple[int, int]:
+        start, stop = span.start or 0, len(self.tokens) if span.stop is None else span.stop
+        if span.step not in (None, 1) or not 0 <= start <= stop <= len(self.tokens):
+            raise InvalidRequest(
+                f"{verb}({span.start}, {span.stop}, {span.step}): the session has {len(self.tokens)} tokens, "
+                f"expected 0 <= start <= stop <= {len(self.tokens)} and no step"
+            )
+        return start, stop
+
+    # ---- forking
+
+    def clone(self) -> Session:
+        """An independent session with the same tokens; the pages are shared until one of them writes."""
+        with self._verb_of("clone"):
+            twin = Session(self._lane, self.model, self.domain)
+            with self._lane.lock:
+                twin._context.pages = self.pages.clone()
+            twin.tokens.extend(self.tokens)
+            twin._logits = self._logits
+            return twin
+
+    def continue_from(self, other: Session) -> None:
+        """Take another session's tokens over; this one is empty, and shares at least a layer with its model."""
+        with self._verb_of("continue_from"), other._verb_of("continue_from"), self._lane.lock:
+            check_ids(other.tokens, self._lane.residency[self.model].config, 0)
+            self._context.tokens = list(other.tokens)
+            try:
+                self._logits = self._lane.extend(self._context, "prefill", other._context)
+            except BaseException:
+                self._context.tokens = []
+                raise
+            self._keep()
+
+    @contextmanager
+    def provisional(self, *sinks: Sink) -> Iterator[Provisional]:
+        """What is appended inside is kept by `promote` and dropped by `rollback`, or at the end; sinks decide with it.
+
+        Spans nest. Evicting tokens before or inside a span moves it along; what it holds reaches no cache before then.
+        """
+        with self._spans.open([_SessionSink(self), *sinks]) as span:
+            yield span
+
+    # ---- leaving memory
+
+    def swap_out(self) -> int:
+        """Move the pages to (pinned) host memory; bytes moved. The next verb that needs them brings them back."""
+        with self._verb_of("swap_out"), self._lane.lock:
+            self._swapped = self.pages.swap_out()
+            self._lane.prefill.leave(self._context)
+            self._account()
+            return self._swapped.nbytes
+
+    def swap_in(self) -> None:
+        """Bring the pages back, bit for bit. CorruptSession if the host's bytes changed; KVFull changes nothing."""
+        with self._verb_of("swap_in"):
+            """Bringing them back is what every verb begins with."""
+
+    def _account(self) -> None:
+        held = self._swapped.nbytes if self._swapped is not None else 0
+        self._lane.residency.ledger.set("host_kv", self._owner, held)
+
+    def save(self, path: str | Path) -> None:
+        """Write tokens, keys, values and logits to a safetensors file, with what they are valid for."""
+        with self._verb_of("save"):
+            with self._lane.lock:
+                data = self.pages.dump()
+            key = self._lane.prefill.key(self.model, self.domain)
+            write_session(Path(path), key, self.pages.layout, self.tokens, data, self._logits)
+
+    def load(self, path: str | Path) -> None:
+        """Take a saved session's place. NotShareable if any axis of its key differs, CorruptSession if its bytes do."""
+        with self._verb_of("load"):
+            if self.tokens:
+                raise InvalidRequest(f"load: the session has {len(self.tokens)} tokens, expected an empty one")
+            config = self._lane.residency[self.model].config
+            key = self._lane.prefill.key(self.model, self.domain)
+            saved = read_session(Path(path), key, self.pages.layout, config.vocab_size)
+            check_ids(saved.tokens, config, 0)
+            with self._lane.lock:
+                self.pages.load(saved.data, len(saved.tokens))
+                try:
+                    self.tokens.extend(saved.tokens)
+                    self._logits = saved.logits
+                    self._keep()
+                except BaseException:
+                    self._drop()
+                    raise
+
+    def receipt(self) -> dict[str, str]:
+        """What decided the bits, and up to where they are those of a fresh run."""
+        contaminated = f"from token {self.clean}" if self.is_contaminated else "no"
+        return self._lane.prefill.facts(self.model) | {
+            "kv_key": self._lane.prefill.key(self.model, self.domain).digest,
+            "tokens": str(len(self.tokens)),
+            "contaminated": contaminated,
+        }
 
     def close(self) -> None:
-        """Give the pages back."""
-        with self._lane.lock:
-            self.pages.free()
-        self.tokens, self.logits = [], None
+        """Give the pages back; what is clean stays in the prefix cache."""
+        with self._alone("close"), self._lane.lock:
+            is_there = self._swapped is None and not self._forgotten and not self._lane.is_closed
+            if is_there and self.model in self._lane.residency.hosted:
+                self._keep()
+            self._drop()
+
+    def forget(self, why: str) -> None:
+        """Give everything up; every later verb but close raises Forgotten. The lane calls it, whatever verb runs."""
+        self._forgotten = why
+        self._drop()
+
+    def _drop(self) -> None:
+        self._swapped = None
+        self._account()
+        self._lane.prefill.drop(self._context)
+        self.tokens.clear()
+        self._logits = None
+        for sink in self._sinks:
+            sink.start = 0
+
+    def _check_there(self, verb: str) -> None:
+        self._lane.check_open()
+        if self._forgotten:
+            raise Forgotten(f"{verb}: {self._forgotten}")
+
+    @contextmanager
+    def _alone(self, verb: str) -> Iterator[None]:
+        if not self._verb.acquire(blocking=False):
+            raise Busy(f"{verb}: the session is running another verb, expected one at a time")
+        try:
+            yield
+        finally:
+            self._verb.release()
+
+    @contextmanager
+    def _verb_of(self, name: str) -> Iterator[None]:
+        """One verb at a time, on pages that are in memory."""
+        with self._alone(name):
+            self._check_there(name)
+            if self._swapped is not None:
+                with self._lane.lock:
+                    self.pages.swap_in(self._swapped)
+                    self._swapped = None
+                    self._account()
+            yield
 
     def __enter__(self) -> Session:
         return self
@@ -97,6 +392,43 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _SessionSink:
+    """A session as a sink of its own spans."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.start = self.stop = 0  # the span's tokens, and where what is prepared ends
+        self.logits: Tensor | None = None  # before the span
+
+    def open(self, epoch: int) -> None:
+        self.start, self.logits = len(self.session), self.session._logits
+        self.session._sinks.append(self)
+
+    def prepare(self, epoch: int, kept: int | None) -> None:
+        self.session._check_there("promote")
+        count = len(self.session) - self.start
+        if kept is not None and kept > count:
+            raise InvalidRequest(f"promote: {kept} tokens to keep, the span has {count}")
+        self.stop = self.start + (count if kept is None else kept)
+
+    def commit(self, epoch: int) -> None:
+        self._cut(self.stop)
+
+    def rollback(self, epoch: int) -> None:
+        self._cut(self.start)
+
+    def _cut(self, length: int) -> None:
+        if length < len(self.session):
+            with self.session._verb_of("promote or rollback"):
+                self.session._cut(length, self.logits if length == self.start else None)
+
+    def close(self, epoch: int) -> None:
+        self.session._sinks.remove(self)
+        if self.session.tokens and not self.session._lane.is_closed:
+            with self.session._lane.lock:
+                self.session._keep()
 
 
 def check_ids(ids: Seq[int], config: ModelConfig, already: int, num_new: int = 0) -> None:

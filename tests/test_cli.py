@@ -142,7 +142,7 @@ def test_chat_needs_a_chat_template(model: str) -> None:
 
 def test_selfcheck_prints_a_line_a_check_and_fails_with_one(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = invoke("selfcheck", model).stdout.splitlines()
-    assert len(lines) == 6 and all(line.startswith("ok ") for line in lines)
+    assert len(lines) == 7 and all(line.startswith("ok ") for line in lines)
     monkeypatch.setattr(Engine, "max_concurrent_decode", lambda self: 2)
     report = parsed("selfcheck", code=1)
     assert not report["passed"] and [check["passed"] for check in report["checks"]].count(False) == 1

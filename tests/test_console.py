@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from polymodel import Engine
+from polymodel import Engine, EngineConfig
 from polymodel.console import follow, interruptible, printable, progress, show_streams
 from polymodel.errors import EngineClosed
 from polymodel.selfcheck import write_random_model
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.parametrize("threads", [1], indirect=True)
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
     write_random_model(tmp_path)
-    with Engine() as engine:
+    with Engine(config=EngineConfig(prefix_cache=False)) as engine:
         engine.add("a", tmp_path)
         engine.add("b", tmp_path)
         yield engine

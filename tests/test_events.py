@@ -92,5 +92,5 @@ def test_chrome_trace_has_every_event_in_microseconds() -> None:
     first, second = json.loads(chrome_trace(events))["traceEvents"]
     assert (first["name"], first["tid"], first["ph"]) == ("decode", "a", "X")
     assert (first["ts"], first["dur"]) == (1_500_000, 250_000)
-    assert first["args"] == {"tokens": 3, "sequences": 2, "bytes": 0}
+    assert first["args"] == {"tokens": 3, "sequences": 2, "bytes": 0, "layers": 0}
     assert (second["dur"], second["args"]["bytes"]) == (0, 10)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from csrc_triton.pages import KVLayout
 from polymodel import Engine
 from polymodel.engine import Request
+from polymodel.kv import Arena
+from polymodel.prefill import Prefill
 from polymodel.residency import Residency
 from polymodel.selfcheck import selfcheck, write_random_model
 
@@ -17,7 +21,7 @@ pytestmark = pytest.mark.parametrize("threads", [1], indirect=True)
 
 def test_every_check_passes_on_a_random_model() -> None:
     checks = list(selfcheck())
-    assert len(checks) == 6 and all(check.passed for check in checks), checks
+    assert len(checks) == 7 and all(check.passed for check in checks), checks
 
 
 def test_a_checkpoint_can_be_given(tmp_path: Path) -> None:
@@ -42,6 +46,16 @@ def test_a_drafter_that_changes_tokens_is_found(monkeypatch: pytest.MonkeyPatch)
         emit(self, [(token + 1) % 256 if self.num_drafted else token for token in ids])
 
     assert any("Drafted" in name for name in failed(monkeypatch, Request, "emit", garbled))
+
+
+def test_layers_that_are_taken_over_wrongly_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Arena.write_states
+
+    def rounded(self: Arena, layout: KVLayout, pages: Tensor, slots: Tensor, rows: Tensor) -> None:
+        write(self, layout, pages, slots, rows.bfloat16().to(rows.dtype))
+
+    monkeypatch.setattr(Prefill, "_is_proved", lambda *_: True)
+    assert any("goes on from" in name for name in failed(monkeypatch, Arena, "write_states", rounded))
 
 
 def test_weights_that_change_when_loaded_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

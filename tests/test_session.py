@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from tiny import write_tiny, write_tokenizer
 
 from polymodel import Engine, EngineConfig
-from polymodel.errors import InvalidRequest, KVFull, NonFiniteLogits, PromptTooLong, UnknownModel
+from polymodel.checkpoint import open_checkpoint, perturbed
+from polymodel.errors import (
+    Busy,
+    Contaminated,
+    CorruptSession,
+    EngineClosed,
+    Forgotten,
+    InvalidRequest,
+    KVFull,
+    NonFiniteLogits,
+    NotShareable,
+    PromptTooLong,
+    UnknownModel,
+)
+from polymodel.provisional import BufferSink
 from polymodel.session import Session
 
 IDS = torch.randint(3, 300, (150,), generator=torch.Generator().manual_seed(8)).tolist()
@@ -23,7 +42,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(path: Path) -> Iterator[Engine]:
-    with Engine(kv_budget="16MiB", config=EngineConfig(prefill_chunk=48)) as engine:
+    with Engine(kv_budget="16MiB", config=EngineConfig(prefill_chunk=48, prefix_cache=False)) as engine:
         engine.add("m", path)
         yield engine
         engine.residency.check()
@@ -147,7 +166,7 @@ def test_what_is_wrong_is_refused_and_changes_nothing(engine: Engine) -> None:
 
 def test_full_leaves_the_session_as_it_was(path: Path) -> None:
     """The first chunks of the prompt find room, a later one does not."""
-    with Engine(kv_budget="8MiB", config=EngineConfig(prefill_chunk=48)) as engine:
+    with Engine(kv_budget="8MiB", config=EngineConfig(prefill_chunk=48, prefix_cache=False)) as engine:
         engine.add("m", path)
         session, other = fresh(engine, IDS[:60]), fresh(engine, IDS[:60])
         filling = []
@@ -176,7 +195,697 @@ def test_a_closed_session_gives_its_pages_back(engine: Engine) -> None:
 def test_numbers_that_are_none_are_an_error(engine: Engine) -> None:
     session = fresh(engine, IDS[:5])
     assert session.logits is not None
-    session.logits = session.logits.clone()
-    session.logits[17] = float("nan")
+    session._logits = session.logits.clone()
+    session._logits[17] = float("nan")
     with pytest.raises(NonFiniteLogits, match="m: a logit is NaN"):
         session.step()
+
+
+# ---- quarantine, evict, repair ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 150), (1, 150), (64, 150), (100, 150), (149, 150)])
+def test_quarantine_is_never_having_seen(engine: Engine, start: int, stop: int) -> None:
+    session = fresh(engine, IDS[:stop])
+    session.quarantine(slice(start, None))
+    assert len(session) == start and not session.is_contaminated
+    session.append(IDS[20:29])
+    assert_equal(session, fresh(engine, IDS[:start] + IDS[20:29]))
+
+
+def test_quarantine_refuses_what_later_tokens_attended(engine: Engine) -> None:
+    session = fresh(engine, IDS[:90])
+    with pytest.raises(Contaminated, match=r"quarantine\(10, 20\): tokens 20\.\.89 attended the span"):
+        session.quarantine(slice(10, 20))
+    assert_equal(session, fresh(engine, IDS[:90]))
+    session.quarantine(slice(90, 90))
+    assert len(session) == 90
+
+
+def test_quarantine_strikes_the_tokens_out_of_the_cache(path: Path) -> None:
+    with Engine(kv_budget="16MiB") as engine:
+        engine.add("m", path)
+        session = fresh(engine, IDS[:120])
+        assert engine.prefixes.peek(engine.prefixes.keys, IDS).length == 120
+        session.quarantine(slice(50, 120))
+        assert engine.prefixes.peek(engine.prefixes.keys, IDS).length == 50
+        session.close()
+        assert engine.prefixes.peek(engine.prefixes.keys, IDS).length == 50
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (10, 20), (0, 64), (64, 128), (30, 131)])
+def test_evicting_late_is_not_never_having_seen_and_repairing_is(engine: Engine, start: int, stop: int) -> None:
+    session, rest = fresh(engine, IDS), IDS[:start] + IDS[stop:]
+    before = engine.arena.bytes.clone()
+    session.evict(slice(start, stop))
+    moved = (engine.arena.bytes != before).nonzero()[:, 0]
+    zeroed = engine.arena.bytes[moved]
+    assert not bool(zeroed.any()), "bytes were written that are not a freed page's zeros"
+    assert session.tokens == rest and session.clean == start and session.is_contaminated
+    assert session.receipt()["contaminated"] == f"from token {start}"
+    never = fresh(engine, rest)
+    session.append(IDS[3:9])
+    never.append(IDS[3:9])
+    assert session.logits is not None and never.logits is not None
+    assert not torch.equal(session.logits, never.logits), "a late evict must show"
+    session.repair()
+    assert session.receipt()["contaminated"] == "no"
+    assert_equal(session, never)
+    session.repair()
+    assert_equal(session, never)
+
+
+def test_the_first_layer_of_the_survivors_does_not_remember(engine: Engine) -> None:
+    """A key of layer 0 depends on its token alone; its slot turns it, so a whole page is evicted."""
+    session = fresh(engine, IDS)
+    session.evict(slice(0, 64))
+    layout, pages, never = session.pages.layout, session.pages.pages, fresh(engine, IDS[64:])
+    for layer, same in ((0, True), (1, False)):
+        view = layout.view(engine.arena.bytes, layer)
+        assert torch.equal(view[pages[0]], view[never.pages.pages[0]]) is same
+
+
+def test_an_evict_up_to_the_end_is_exact(engine: Engine) -> None:
+    session = fresh(engine, IDS)
+    session.evict(slice(70, None))
+    assert not session.is_contaminated
+    assert_equal(session, fresh(engine, IDS[:70]))
+
+
+def test_what_is_contaminated_stays_out_of_caches_files_and_other_sessions(path: Path, tmp_path: Path) -> None:
+    with Engine(kv_budget="16MiB") as engine:
+        engine.add("m", path)
+        session = fresh(engine, IDS[:100])
+        session.evict(slice(40, 60))
+        session.append(IDS[100:130])
+        session.generate(5)
+        with pytest.raises(Contaminated, match="clean"):
+            session.save(tmp_path / "file")
+        with pytest.raises(Contaminated, match="clean up to token 40 of 115"):
+            engine.session("m", prefix=session)
+        cached = engine.prefixes.num_tokens
+        session.close()
+        assert engine.prefixes.num_tokens == cached and not (tmp_path / "file").exists()
+        with Engine(kv_budget="16MiB") as other:
+            other.add("m", path)
+            ids = IDS[:40] + IDS[60:130]
+            assert_equal(fresh(engine, ids), fresh(other, ids))
+
+
+def test_a_contaminated_session_rolls_back_exactly_and_says_when_logits_are_gone(engine: Engine) -> None:
+    session = fresh(engine, IDS)
+    session.evict(slice(10, 20))
+    twin = session.clone()
+    kept = session.logits
+    session.append([7, 8, 9])
+    session.rollback(3)
+    assert kept is not None and session.logits is None
+    with pytest.raises(Contaminated, match="the logits after token 139 were not kept, and tokens are clean up to 10"):
+        session.step()
+    assert twin.logits is kept
+    for one in (session, twin):
+        one.append([5, 6])
+    assert session.logits is not None and torch.equal(session.logits, twin.logits)  # type: ignore[arg-type]
+    session.rollback(138)
+    assert not session.is_contaminated
+    assert_equal(session, fresh(engine, IDS[:4]))
+
+
+@pytest.mark.parametrize("verb", ["evict", "quarantine"])
+@pytest.mark.parametrize("span", [slice(-1, 3), slice(3, 2), slice(0, 151), slice(151, None), slice(0, 9, 2)])
+def test_a_bad_span_is_refused_with_the_bounds(engine: Engine, verb: str, span: slice) -> None:
+    session = fresh(engine, IDS)
+    with pytest.raises(InvalidRequest, match=rf"{verb}\(.*\): the session has 150 tokens, expected 0 <= start"):
+        getattr(session, verb)(span)
+    assert_equal(session, fresh(engine, IDS))
+
+
+def test_a_repair_without_room_changes_nothing(path: Path) -> None:
+    with Engine(kv_budget="8MiB", config=EngineConfig(prefix_cache=False)) as engine:
+        engine.add("m", path)
+        session = fresh(engine, IDS)
+        session.evict(slice(5, 10))
+        fillers = []
+        while engine.arena.num_free(session.pages.layout) > 1:
+            fillers.append(fresh(engine, IDS[:3]))
+        before, logits, tokens = session.pages.entries.copy(), session.logits, list(session.tokens)
+        with pytest.raises(KVFull):
+            session.repair()
+        assert (session.pages.entries == before).all() and session.logits is logits and session.tokens == tokens
+        assert session.is_contaminated and engine.arena.num_free(session.pages.layout) == 1
+        fillers[0].close()
+        fillers[1].close()
+        session.repair()
+        assert_equal(session, fresh(engine, IDS[:5] + IDS[10:]))
+
+
+def test_rolling_back_costs_no_forward_until_the_logits_are_asked_for(engine: Engine) -> None:
+    session = fresh(engine, IDS)
+    engine.events.clear()
+    session.rollback(30)
+    assert not len(engine.events)
+    assert session.logits is not None and session.logits is session.logits
+    assert [event.tokens for event in engine.events.of("decode")] == [1]
+
+
+def test_logits_that_find_no_room_change_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = fresh(engine, IDS[:65])
+    twin = session.clone()
+    session.rollback(1)
+    with monkeypatch.context() as patch:
+
+        def full(*_: Any) -> None:
+            raise KVFull("full")
+
+        patch.setattr(type(engine.arena), "allocate", full)
+        with pytest.raises(KVFull):
+            session.step()
+    assert len(session) == len(session.pages) == 64
+    assert_equal(session, fresh(engine, IDS[:64]))
+    assert_equal(twin, fresh(engine, IDS[:65]))
+
+
+# ---- provisional spans -----------------------------------------------------------------------------------
+
+
+def test_an_undecided_span_leaves_nothing_behind(engine: Engine) -> None:
+    session = fresh(engine, IDS[:60])
+    with session.provisional() as span:
+        session.append(IDS[60:75])
+        session.generate(3)
+        assert session.num_open_spans == 1 and span.outcome == "open"
+    assert (span.outcome, session.num_open_spans) == ("rolled back", 0)
+    assert_equal(session, fresh(engine, IDS[:60]))
+
+
+@pytest.mark.parametrize(("path_", "kept"), [(None, 15), (0, 0), (7, 7), ([0, 1, 2], 3), ([], 0)])
+def test_a_promoted_span_keeps_its_path(engine: Engine, path_: Any, kept: int) -> None:
+    session = fresh(engine, IDS[:60])
+    with session.provisional() as span:
+        session.append(IDS[60:75])
+        span.promote(path_)
+        span.promote(path_)
+    assert span.outcome == "promoted"
+    assert_equal(session, fresh(engine, IDS[: 60 + kept]))
+
+
+def test_more_than_the_span_has_is_refused_and_it_stays_open(engine: Engine) -> None:
+    session = fresh(engine, IDS[:60])
+    with session.provisional() as span:
+        session.append(IDS[60:75])
+        with pytest.raises(InvalidRequest, match="16 tokens to keep, the span has 15"):
+            span.promote(16)
+        assert span.outcome == "open" and len(session) == 75
+        span.promote()
+    assert_equal(session, fresh(engine, IDS[:75]))
+
+
+def test_spans_nest_and_stay_right_when_something_before_them_is_evicted(engine: Engine) -> None:
+    session = fresh(engine, IDS[:60])
+    with session.provisional() as outer:
+        session.append(IDS[60:70])
+        with session.provisional() as inner:
+            assert inner.parent == outer.epoch
+            session.append(IDS[70:90])
+            session.evict(slice(10, 15))
+            session.evict(slice(60, 62))  # the outer span's own; the inner one, which began at 70, begins at 63
+            inner.promote(8)
+        outer.promote()
+    assert session.tokens == IDS[:10] + IDS[15:65] + IDS[67:78] and session.num_open_spans == 0
+    session = fresh(engine, IDS[:60])
+    with session.provisional() as outer:
+        session.append(IDS[60:70])
+        session.evict(slice(10, 15))
+        outer.rollback()
+        outer.rollback()
+    assert session.tokens == IDS[:10] + IDS[15:60]
+
+
+def test_a_rollback_past_the_spans_start_empties_it(engine: Engine) -> None:
+    session = fresh(engine, IDS[:60])
+    with session.provisional() as span:
+        session.append(IDS[60:70])
+        session.rollback(20)
+        span.promote()
+    assert_equal(session, fresh(engine, IDS[:50]))
+
+
+def test_sinks_decide_together(engine: Engine) -> None:
+    class Refuses:
+        def __init__(self, phase: str) -> None:
+            self.phase = phase
+
+        def open(self, epoch: int) -> None: ...
+        def prepare(self, epoch: int, kept: int | None) -> None:
+            self.raise_in("prepare")
+
+        def commit(self, epoch: int) -> None:
+            self.raise_in("commit")
+
+        def rollback(self, epoch: int) -> None: ...
+        def close(self, epoch: int) -> None: ...
+        def raise_in(self, phase: str) -> None:
+            if phase == self.phase:
+                raise OSError(phase)
+
+    for phase, after in (("prepare", "open"), ("commit", "rolled back")):
+        session, buffer = fresh(engine, IDS[:60]), BufferSink[str]()
+        with session.provisional(buffer, Refuses(phase)) as span:
+            session.append(IDS[60:70])
+            buffer.stage("sent")
+            with pytest.raises(OSError, match=phase):
+                span.promote(4)
+            assert span.outcome == after
+        assert_equal(session, fresh(engine, IDS[:60]))
+        assert buffer.effects == []
+    buffer = BufferSink[str]()
+    with session.provisional(buffer) as span:
+        buffer.stage("sent")
+        span.promote()
+    assert buffer.effects == ["sent"]
+
+
+def test_a_session_closed_inside_a_span_ends_it(engine: Engine) -> None:
+    session = fresh(engine, IDS[:60])
+    with session.provisional() as span:
+        session.append(IDS[60:70])
+        session.close()
+    assert (span.outcome, len(session), session.num_open_spans) == ("rolled back", 0, 0)
+    with session.provisional() as span:
+        session.append(IDS[:5])
+        engine.drop_domain("default")
+        with pytest.raises(Forgotten):
+            span.promote()
+    assert session.num_open_spans == 0
+    session = fresh(engine, IDS[:60])
+    with pytest.raises(RuntimeError, match="theirs"), session.provisional():
+        session.append(IDS[60:70])
+        raise RuntimeError("theirs")
+    assert_equal(session, fresh(engine, IDS[:60]))
+
+
+def test_what_is_provisional_reaches_no_cache(path: Path) -> None:
+    with Engine(kv_budget="16MiB") as engine:
+        engine.add("m", path)
+        session = fresh(engine, IDS[:60])
+        with session.provisional() as span:
+            session.append(IDS[60:130])
+            assert engine.prefixes.peek(engine.prefixes.keys, IDS).length == 60
+            span.promote(40)
+        assert engine.prefixes.peek(engine.prefixes.keys, IDS).length == 100
+
+
+def test_no_span_is_open_after_a_generation(engine: Engine) -> None:
+    engine.add("twin", open_checkpoint(engine.residency["m"].checkpoint.path))
+    request = engine.submit("m", prompt_ids=IDS[:20], max_new_tokens=20, stop_at_eos=False, draft="twin")
+    seen = set()
+    while engine.lane.turn():
+        seen.add(engine.lane.num_open_spans)
+    assert seen == {0} and request.num_drafted > 0 and request.spans.num_open == 0
+
+
+# ---- out of memory and back ------------------------------------------------------------------------------
+
+
+def test_swapping_out_and_in_is_bit_identical(engine: Engine) -> None:
+    session, other = fresh(engine, IDS), fresh(engine, IDS[:70])
+    before, used = session.pages.dump(), engine.arena.num_pages_used
+    nbytes = session.swap_out()
+    assert nbytes == 3 * session.pages.layout.page_bytes == engine.ledger.total("host_kv")
+    assert engine.arena.num_pages_used == used - 3 and session.is_swapped_out and len(session) == 150
+    assert session.receipt()["tokens"] == "150"
+    other.append(IDS[70:])  # takes the freed pages
+    session.swap_in()
+    assert torch.equal(session.pages.dump(), before) and engine.ledger.total("host_kv") == 0
+    assert not session.is_swapped_out
+    assert_equal(session, other)
+
+
+def test_any_verb_brings_a_session_back(engine: Engine) -> None:
+    def evict(session: Session) -> None:
+        session.evict(slice(3, 9))
+
+    verbs: list[Callable[[Session], Any]] = [
+        Session.step,
+        lambda s: s.append([5]),
+        lambda s: s.rollback(3),
+        evict,
+        Session.clone,
+    ]
+    for verb in verbs:
+        session, never = fresh(engine, IDS[:100]), fresh(engine, IDS[:100])
+        session.swap_out()
+        verb(session)
+        verb(never)
+        assert session.tokens == never.tokens and len(session.pages) == len(never.pages)
+        assert session.step() == never.step() and torch.equal(session.logits, never.logits)  # type: ignore[arg-type]
+        session.close()
+
+
+def test_a_contaminated_session_swaps_as_it_is(engine: Engine) -> None:
+    session, never = fresh(engine, IDS), fresh(engine, IDS)
+    for one in (session, never):
+        one.evict(slice(5, 71))
+    session.swap_out()
+    assert session.clean == 5 and session.is_contaminated
+    session.append([4])
+    never.append([4])
+    assert torch.equal(session.logits, never.logits)  # type: ignore[arg-type]
+    assert session.clean == never.clean == 5
+
+
+def test_a_changed_byte_on_the_host_is_noticed(engine: Engine) -> None:
+    session = fresh(engine, IDS)
+    session.swap_out()
+    assert session._swapped is not None
+    session._swapped.data[1, 0, 77] ^= 1
+    for _ in range(2):
+        with pytest.raises(CorruptSession, match="digest"):
+            session.step()
+        assert session.is_swapped_out and engine.arena.num_pages_used == 0
+    session._swapped.data[1, 0, 77] ^= 1
+    session.swap_in()
+    assert_equal(session, fresh(engine, IDS))
+
+
+def test_swapping_in_without_room_changes_nothing(path: Path) -> None:
+    with Engine(kv_budget="8MiB", config=EngineConfig(prefix_cache=False)) as engine:
+        engine.add("m", path)
+        session = fresh(engine, IDS)
+        session.swap_out()
+        fillers = [engine.session("m") for _ in range(engine.arena.num_free(session.pages.layout) - 2)]
+        for filler in fillers:
+            filler.append([3])
+        with pytest.raises(KVFull):
+            session.swap_in()
+        assert session.is_swapped_out
+        for filler in fillers:
+            filler.close()
+        session.swap_in()
+        assert_equal(session, fresh(engine, IDS))
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 150])
+def test_a_saved_session_goes_on_where_it_was(engine: Engine, tmp_path: Path, count: int) -> None:
+    session = fresh(engine, IDS[:count])
+    session.save(tmp_path / "file")
+    loaded = engine.session("m")
+    loaded.load(tmp_path / "file")
+    assert_equal(loaded, session)
+    assert loaded.generate(10) == session.generate(10)
+
+
+def test_a_file_holds_nothing_that_was_rolled_back(engine: Engine, tmp_path: Path) -> None:
+    session, never = fresh(engine, IDS[:100]), fresh(engine, IDS[:70])
+    session.rollback(30)
+    for one, name in ((session, "one"), (never, "never")):
+        assert one.logits is not None
+        one.save(tmp_path / name)
+    from safetensors.torch import load_file
+
+    ours, theirs = load_file(tmp_path / "one"), load_file(tmp_path / "never")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+def test_a_file_of_another_model_domain_or_thread_count_is_refused(engine: Engine, path: Path, tmp_path: Path) -> None:
+    session = fresh(engine, IDS)
+    session.save(tmp_path / "file")
+    engine.add("other", perturbed(open_checkpoint(path), 2, 1))
+    for other, axis in ((engine.session("other"), "band"), (engine.session("m", domain="x"), "domain")):
+        with pytest.raises(NotShareable, match=axis):
+            other.load(tmp_path / "file")
+        assert len(other) == len(other.pages) == 0
+    torch.set_num_threads(2)
+    with pytest.raises(NotShareable, match="policy"):
+        engine.session("m").load(tmp_path / "file")
+    torch.set_num_threads(1)
+    with pytest.raises(InvalidRequest, match="load: the session has 150 tokens, expected an empty one"):
+        session.load(tmp_path / "file")
+    raw = bytearray((tmp_path / "file").read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (tmp_path / "broken").write_bytes(raw)
+    with pytest.raises(CorruptSession, match="digest"):
+        engine.session("m").load(tmp_path / "broken")
+    with pytest.raises(InvalidRequest, match="none"):
+        engine.session("m").load(tmp_path / "none")
+    engine.remove("other")
+
+
+# ---- one verb at a time ----------------------------------------------------------------------------------
+
+
+def test_a_second_verb_is_busy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = fresh(engine, IDS[:20])
+    begun, go_on = threading.Event(), threading.Event()
+    extend = engine.lane.extend
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(10)
+        return extend(*args)
+
+    monkeypatch.setattr(engine.lane, "extend", slow)
+    thread = threading.Thread(target=session.generate, args=(3,))
+    thread.start()
+    assert begun.wait(10)
+    verbs: list[Callable[[], Any]] = [
+        session.step,
+        session.clone,
+        session.swap_out,
+        session.close,
+        lambda: session.append([4]),
+        lambda: session.rollback(1),
+        lambda: session.evict(slice(0, 1)),
+    ]
+    for verb in verbs:
+        with pytest.raises(Busy, match="the session is running another verb"):
+            verb()
+    go_on.set()
+    thread.join()
+    assert len(session) == 23
+    session.close()
+
+
+def test_verbs_after_the_engine_is_closed(path: Path) -> None:
+    engine = Engine(kv_budget="16MiB")
+    engine.add("m", path)
+    session = fresh(engine, IDS[:20])
+    engine.close()
+    for verb in (session.step, session.clone, session.swap_out, session.repair):
+        with pytest.raises(EngineClosed):
+            verb()
+    session.close()
+
+
+def test_a_session_whose_model_is_gone_can_be_closed(path: Path) -> None:
+    with Engine(kv_budget="16MiB") as engine:
+        engine.add("m", path)
+        engine.add("twin", path)
+        session, kept = fresh(engine, IDS[:100]), engine.session("twin")
+        kept.append(IDS[:100])
+        engine.remove("m")
+        with pytest.raises(UnknownModel):
+            session.step()
+        assert engine.forget("twin", prompt_ids=IDS[:50]) == 100
+        for one in (session, kept):
+            with pytest.raises(Forgotten):
+                one.step()
+            one.close()
+        assert engine.arena.num_pages_used == 0
+
+
+# ---- going on from another session -----------------------------------------------------------------------
+
+
+def test_a_session_goes_on_from_another_ones_prefix(engine: Engine, path: Path) -> None:
+    engine.add("twin", path)
+    engine.add("high", perturbed(open_checkpoint(path), 2, 1))
+    one = fresh(engine, IDS)
+    engine.events.clear()
+    same, twin = engine.session("m", prefix=one), engine.session("twin", prefix=one)
+    assert (same.num_cached, twin.num_cached) == (150, 150) and not engine.events.of("prefill")
+    for two in (same, twin):
+        assert two.tokens == one.tokens and torch.equal(two.logits, one.logits)  # type: ignore[arg-type]
+    high = engine.session("high", prefix=one)
+    assert high.num_resumed == 150 and [e.layers for e in engine.events.of("prefill")] == [1] * 4
+    direct = engine.session("high")
+    direct.append(IDS)
+    assert_equal(high, direct)
+    with pytest.raises(NotShareable, match="domain"):
+        engine.session("m", prefix=one, domain="another")
+    engine.add("stranger", perturbed(open_checkpoint(path), 0, 1))
+    with pytest.raises(NotShareable, match="weights: layer 0 differs"):
+        engine.session("stranger", prefix=one)
+    assert one.tokens == IDS
+
+
+# ---- all verbs in any order ------------------------------------------------------------------------------
+
+
+COUNT = st.one_of(st.integers(1, 6), st.integers(60, 70), st.integers(1, 140))
+
+
+class Verbs(RuleBasedStateMachine):
+    """Sessions of two models with a cache, against fresh sessions without: what is clean has the same bits."""
+
+    folder: Path
+    uncached: Engine
+    engine: Engine
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = Engine(kv_budget="20MiB", config=EngineConfig(prefill_chunk=50))
+        self.engine.add("m", self.folder)
+        self.engine.add("high", perturbed(open_checkpoint(self.folder), 2, 1))
+        self.sessions: list[Session] = []
+        self.seen = 0
+
+    def pick(self, index: int) -> Session:
+        return self.sessions[index % len(self.sessions)]
+
+    @precondition(lambda self: len(self.sessions) < 4)
+    @rule(model=st.sampled_from(["m", "high"]), domain=st.sampled_from(["a", "b"]))
+    def create(self, model: str, domain: str) -> None:
+        self.sessions.append(self.engine.session(model, domain=domain))
+
+    @precondition(lambda self: self.sessions)
+    @rule(index=st.integers(0, 3), start=st.sampled_from([0, 0, 7, 90]), count=COUNT)
+    def append(self, index: int, start: int, count: int) -> None:
+        session = self.pick(index)
+        if len(session) + count <= 300:
+            session.append(IDS[start : start + count] or [3])
+
+    @precondition(lambda self: self.sessions)
+    @rule(index=st.integers(0, 3), count=st.integers(0, 200))
+    def rollback(self, index: int, count: int) -> None:
+        self.pick(index).rollback(min(count, len(self.pick(index))))
+
+    @precondition(lambda self: self.sessions)
+    @rule(index=st.integers(0, 3), start=st.integers(0, 200), count=COUNT)
+    def evict(self, index: int, start: int, count: int) -> None:
+        session = self.pick(index)
+        start = min(start, len(session))
+        session.evict(slice(start, min(start + count, len(session))))
+
+    @precondition(lambda self: self.sessions)
+    @rule(index=st.integers(0, 3), count=COUNT)
+    def quarantine(self, index: int, count: int) -> None:
+        session = self.pick(index)
+        session.quarantine(slice(max(len(session) - count, 0), None))
+
+    @precondition(lambda self: self.sessions)
+    @rule(index=st.integers(0, 3), verb=st.sampled_from(["repair", "swap_out", "swap_in", "step", "clone"]))
+    def plain(self, index: int, verb: str) -> None:
+        session = self.pick(index)
+        if (verb == "step" and session.logits is None) or (verb == "clone" and len(self.sessions) > 3):
+            return
+        result = getattr(session, verb)()
+        if verb == "clone":
+            self.sessions.append(result)
+
+    @precondition(lambda self: self.sessions)
+    @rule(index=st.integers(0, 3), count=COUNT, kept=st.integers(0, 140))
+    def provisional(self, index: int, count: int, kept: int) -> None:
+        session = self.pick(index)
+        if len(session) + count <= 300:
+            with session.provisional() as span:
+                session.append(IDS[:count])
+                if kept <= count:
+                    span.promote(kept)
+
+    @precondition(lambda self: self.sessions)
+    @rule(index=st.integers(0, 3), fail=st.booleans())
+    def save_and_load(self, index: int, fail: bool) -> None:
+        """Also a load that dies halfway, between the pages and the tokens."""
+        session = self.pick(index)
+        if session.is_contaminated or not session.tokens:
+            return
+        session.save(self.folder / "saved")
+        loaded = self.engine.session(session.model, domain=session.domain)
+        if fail:
+            keep, loaded._keep = loaded._keep, lambda: 1 / 0  # type: ignore[method-assign, assignment]
+            with pytest.raises(ZeroDivisionError):
+                loaded.load(self.folder / "saved")
+            loaded._keep = keep  # type: ignore[method-assign]
+            assert not loaded.tokens and not len(loaded.pages)
+            loaded.close()
+        else:
+            loaded.load(self.folder / "saved")
+            self.sessions.append(loaded)
+            self.close(len(self.sessions) - 1 if len(self.sessions) > 4 else index)
+
+    @precondition(lambda self: self.sessions)
+    @rule(index=st.integers(0, 3))
+    def close(self, index: int) -> None:
+        self.sessions.pop(index % len(self.sessions)).close()
+
+    @rule(domain=st.sampled_from(["a", "b"]))
+    def drop(self, domain: str) -> None:
+        self.engine.drop_domain(domain)
+        for session in [s for s in self.sessions if s.domain == domain]:
+            self.sessions.remove(session)
+            session.close()
+
+    @rule(what=st.sampled_from(["states", "prefixes"]))
+    def give_up(self, what: str) -> None:
+        if what == "states":
+            self.engine.arena.drop_states()
+        else:
+            self.engine.prefixes.reclaim(self.engine.residency["m"].layout, 1000)
+
+    @invariant()
+    def all_is_well(self) -> None:
+        engine = self.engine
+        engine.arena.check()
+        engine.prefixes.check()
+        for session in self.sessions:
+            session.pages.check()
+            assert session.num_open_spans == 0
+            assert len(session) == (session._swapped or session.pages).length
+
+    @invariant()
+    def one_of_them_is_exact(self) -> None:
+        """Compares one session a step with a fresh one: its clean tokens' keys and values."""
+        self.seen += 1
+        if not self.sessions or self.seen % 3:
+            return
+        session = self.pick(self.seen)
+        if session.is_swapped_out or not session.clean:
+            return
+        pages = session.pages.clone()
+        pages.rollback(len(session) - session.clean)
+        direct = self.uncached.session(session.model)
+        direct.append(session.tokens[: session.clean])
+        assert torch.equal(pages.dump(), direct.pages.dump())
+        pages.free()
+        direct.close()
+
+    def teardown(self) -> None:
+        for session in self.sessions:
+            session.close()
+        self.engine.prefixes.clear()
+        assert self.engine.arena.num_pages_used == 0
+        self.engine.arena.check()
+        self.engine.close()
+
+
+@pytest.fixture(scope="module")
+def uncached(path: Path) -> Iterator[Engine]:
+    with Engine(kv_budget="16MiB", config=EngineConfig(prefix_cache=False)) as engine:
+        engine.add("m", path)
+        engine.add("high", perturbed(open_checkpoint(path), 2, 1))
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(8, 25), pytest.param(50, 200, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+def test_any_order_of_verbs_keeps_what_is_clean_exact(path: Path, uncached: Engine, examples: int, steps: int) -> None:
+    class Machine(Verbs):
+        folder = path
+
+    Machine.uncached = uncached
+    profile = settings(
+        max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    run_state_machine_as_test(Machine, settings=profile)
