@@ -451,9 +451,9 @@ class PageList:
     def places(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Page ids and slots, int32, of the tokens [start, stop), reserved ones included."""
         assert 0 <= start <= stop <= self.length + self.reserved
-        ids, base, span = self.entries
+        ids, base, _ = self.entries
         position = np.arange(start, stop, dtype=np.int32)
-        entry = np.searchsorted(base + (span & 255), position, side="right") - 1
+        entry = np.searchsorted(self._firsts, position, side="right") - 1
         return torch.from_numpy(ids[entry]), torch.from_numpy(position - base[entry])
 
     def place_states(self, start: int, stop: int, above: int = 0) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
@@ -538,18 +538,18 @@ class PageList:
         self.length -= count
         self.clean = min(self.clean, self.length)
         self.reserved = 0
-        keep = self._size
-        while keep and self._first(keep - 1) >= self.length:
-            keep -= 1
-        dropped = self.entries[IDS, keep:].tolist()
+        keep = int(np.searchsorted(self._firsts, self.length))
+        dropped = self.entries[IDS, keep:].copy()
         self._size = keep
         if keep:
             self._trim(keep - 1, PAGE_TOKENS)
         self.arena.release(self.layout, dropped)
 
-    def _first(self, entry: int) -> int:
-        """Position of an entry's first token."""
-        return int(self._entries[BASE, entry]) + (int(self._entries[SPAN, entry]) & 255)
+    @property
+    def _firsts(self) -> NDArray[np.int32]:
+        """Positions of the entries' first tokens."""
+        firsts: NDArray[np.int32] = self.entries[BASE] + (self.entries[SPAN] & 255)
+        return firsts
 
     def _trim(self, entry: int, hi: int) -> None:
         self._entries[SPAN, entry] = int(self._entries[SPAN, entry]) & 255 | hi << 8
@@ -569,7 +569,7 @@ class PageList:
         if stop == self.length:
             return self.rollback(stop - start)
         ids, base, span = self.entries
-        first = base + (span & 255)
+        first = self._firsts
         head = int(np.searchsorted(first, start))  # entries that begin before the span
         tail = int(np.searchsorted(first, stop, side="right")) - 1  # the entry that goes on after it
         dropped, split = ids[head:tail].tolist(), ids[tail:head].tolist()
