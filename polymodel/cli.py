@@ -162,6 +162,27 @@ def chat(
 
 
 @app.command()
+def share(
+    model: Model,
+    other: Annotated[str, typer.Argument(help="The model that would go on from its prefixes: path or name.")],
+    weights: WeightsOption = "file",
+    other_weights: Annotated[str, typer.Option(help="The other model's weights, as --weights.")] = "file",
+    budget: BudgetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say how many lower layers of a prefix two models have in common, and why not more."""
+    from polymodel.share import can_share
+
+    with _hosting({"model": (model, weights), "other": (other, other_weights)}, budget, None) as engine:
+        verdict = can_share(engine["model"], engine["other"])
+        shared = engine.residency.shared_bytes("other")
+    if as_json:
+        return _print_json(asdict(verdict) | {"bytes_stored_once": shared})
+    typer.echo(f"{verdict.layers} of {verdict.num_layers} layers: {verdict.reason}")
+    typer.echo(f"{format_bytes(shared)} of their weights are stored once")
+
+
+@app.command()
 def demo(
     max_new_tokens: TokensOption = 48,
     budget: Annotated[str, typer.Option(help="Bytes for weights; the three models take under 500 MiB.")] = "640MiB",

@@ -89,7 +89,7 @@ class Demo:
         self.is_lossless = outputs[PLAIN].tokens == outputs[DRAFTED].tokens
         self.max_concurrent_decode = engine.max_concurrent_decode()
         self.budget = engine.budget
-        self.ledger = {kind: engine.ledger.of(kind) for kind in ("weights", "kv")}
+        self.ledger = {kind: engine.ledger.of(kind) for kind in ("weights", "kv", "band_states")}
         self.table = str(engine.table())
         self.turns = [_turn(engine, turn, start) for turn in engine.events.of("turn")]
         self.verdicts = [
@@ -140,7 +140,8 @@ class Demo:
         yield self.table
         used = sum(self.ledger["weights"].values())
         yield f"weights {format_bytes(used)} of a budget of {format_bytes(self.budget)}"
-        yield f"KV pages {format_bytes(sum(self.ledger['kv'].values()))}, reserved for all models together"
+        pages = sum(self.ledger["kv"].values()) + sum(self.ledger["band_states"].values())
+        yield f"KV pages {format_bytes(pages)}, reserved for all models together"
 
     def _turns(self) -> Iterator[str]:
         yield "turns: who had the lane, and the rows of its forwards"
@@ -160,6 +161,11 @@ class Demo:
         waits = [output.metrics.time_to_first_token for output in self.outputs]
         speed = self.num_tokens / self.seconds
         yield f"{self.num_tokens} tokens in {self.seconds:.2f} s: {speed:.1f} tokens/s over all requests"
+        prompts, cached, resumed = (
+            sum(getattr(output.metrics, f"num_{what}_tokens") for output in self.outputs)
+            for what in ("prompt", "cached", "resumed")
+        )
+        yield f"{prompts} prompt tokens: {cached} taken over whole, {resumed} in the layers that two models share"
         yield f"time to first token: {min(waits):.2f} to {max(waits):.2f} s"
         yield f"drafted tokens equal plain tokens: {'yes' if self.is_lossless else 'NO'}"
         yield f"decode steps at one time, measured: at most {self.max_concurrent_decode}"

@@ -384,6 +384,7 @@ class Engine:
                     "weights": hosted.plan.weights,
                     "computed": "+".join(schemes),
                     "bytes": hosted.plan.nbytes,
+                    "shared_bytes": self.residency.shared_bytes(name),
                     "state": "memory" if is_in else "disk",
                     "pinned": is_in and self.residency.pool[name].pinned,
                     "row_by_row": list(hosted.notes),
@@ -475,7 +476,8 @@ class Table:
             return "no models"
         cells = [[key.upper() for key in self.rows[0]]]
         for row in self.rows:
-            shown = row | {"bytes": format_bytes(row["bytes"]), "params": f"{row['params'] / 1e6:.0f}M"}
+            sizes = {name: format_bytes(row[name]) for name in ("bytes", "shared_bytes")}
+            shown = row | sizes | {"params": f"{row['params'] / 1e6:.0f}M"}
             cells.append([", ".join(v) or "-" if isinstance(v, list) else str(v) for v in shown.values()])
         widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
         return "\n".join(

@@ -140,6 +140,16 @@ def test_chat_needs_a_chat_template(model: str) -> None:
     assert "no chat template" in invoke("chat", model, "--max-new-tokens", "5", text="hello\n\n/new\n").stderr
 
 
+def test_share_says_what_two_models_have_in_common(model: str, tmp_path: Path) -> None:
+    assert invoke("share", model, model).stdout.startswith("2 of 2 layers: equal\n")
+    other = tmp_path / "other"
+    other.mkdir()
+    write_random_model(other, seed=1)
+    report = parsed("share", model, str(other))
+    assert (report["layers"], report["failed"], report["proof"]) == (0, ["weights"], "")
+    assert 0 <= report["bytes_stored_once"] < 100_000  # rotations
+
+
 def test_selfcheck_prints_a_line_a_check_and_fails_with_one(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = invoke("selfcheck", model).stdout.splitlines()
     assert len(lines) == 7 and all(line.startswith("ok ") for line in lines)

@@ -839,6 +839,11 @@ def test_the_table_says_what_is_there(engine: Engine, paths: Paths) -> None:
     assert two.items() >= {"arch": "gemma3", "layers": 7, "weights": "q4", "state": "disk", "pinned": False}.items()
     weights = safetensors.torch.load_file(paths["llama"] / "model.safetensors").values()
     assert one["params"] == sum(weight.numel() for weight in weights)
+    assert one["shared_bytes"] == 0 and one["shares"] == []
+    engine.add("twin", paths["llama"])
+    assert engine.table().rows[2]["shared_bytes"] == engine["twin"].nbytes == engine.table().rows[0]["shared_bytes"]
+    assert engine.table().rows[2]["shares"] == ["3 with m"]
+    engine.remove("twin")
     header, *rows = str(engine.table()).splitlines()
     assert header.split()[:3] == ["MODEL", "ARCH", "LAYERS"] and len(rows) == 2
     engine.run()

@@ -596,6 +596,23 @@ def test_the_first_token_does_not_tell_another_domains_prefix(
     assert least <= area_under_curve(pages[::2], pages[1::2]) <= most
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("attacker", "least", "most"), [("mallory", 0.45, 0.55), ("alice", 0.95, 1.0)])
+def test_nor_does_the_time_to_it(path: Path, attacker: str, least: float, most: float) -> None:
+    """Enough guesses that the area's own deviation is 0.015 (Hanley and McNeil 1982): 800 of each kind, interleaved."""
+    with new_engine(path, prefix_tokens=1 << 20) as engine:
+        times: tuple[list[float], list[float]] = ([], [])
+        for i in range(1600):
+            guess = [3 + (i * 7919 + j * 104729) % 251 for j in range(140)]
+            if i % 2:
+                run(engine, "m", guess, domain="alice", max_new_tokens=1)
+            else:
+                run(engine, "m", guess[::-1], domain="alice", max_new_tokens=1)
+            out = run(engine, "m", guess, domain=attacker, max_new_tokens=1)
+            times[i % 2].append(out.metrics.time_to_first_token)
+        assert least <= area_under_curve(times[1], times[0]) <= most
+
+
 # ---- all of it at once -----------------------------------------------------------------------------------
 
 
