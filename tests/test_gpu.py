@@ -6,11 +6,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checks import assert_no_worse, assert_same_bits, random_weight
+from tiny import write_tiny, write_tokenizer
 from torch import Tensor
 
 from csrc_triton import attention, launch, qgemm, t64
@@ -46,6 +48,8 @@ from csrc_triton.qmatmul import (
 from csrc_triton.quant import QTensor, dense, quantize
 from csrc_triton.tree import rotation_slots, token_tree, tree_attention, tree_attention_ref
 from csrc_triton.w8a8 import w8a8_matmul
+from polymodel import Engine
+from polymodel.checkpoint import open_checkpoint, perturbed
 
 DEVICE = "cuda"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -493,3 +497,31 @@ def test_attention_in_a_graph() -> None:
     graph.replay()
     assert_same_bits(y, run())
     assert not torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("weights", ["file", "q4", "w8a8"])
+@pytest.mark.parametrize("count", [9, 64, 200])
+def test_what_an_engine_takes_over_has_the_bits_of_a_direct_prefill(tmp_path: Path, weights: str, count: int) -> None:
+    """A prefix from the cache, a sibling's lower layers, a session from the host and one from a file."""
+    path = write_tokenizer(write_tiny(tmp_path / "m", "llama", hidden_size=256, intermediate_size=256))
+    ids = torch.randint(3, 259, (count,), generator=torch.Generator().manual_seed(8)).tolist()
+    with Engine(device=DEVICE, budget=1 << 30, kv_budget=64 << 20) as engine:
+        engine.add("m", path, weights=weights)
+        engine.add("high", perturbed(open_checkpoint(path), 2, 1), weights=weights)
+        engine.generate("m", prompt_ids=ids, max_new_tokens=2, stop_at_eos=False)
+        for model, resumed in (("m", 0), ("high", count)):
+            shared, direct = engine.session(model), engine.session(model, domain="direct")
+            shared.append(ids)
+            direct.append(ids)
+            assert (shared.num_cached, shared.num_resumed) == (count - 1 if model == "m" else 0, resumed)
+            shared.save(tmp_path / model)
+            loaded = engine.session(model)
+            loaded.load(tmp_path / model)
+            shared.swap_out()
+            shared.swap_in()
+            for one in (shared, loaded):
+                assert_same_bits(one.pages.dump(), direct.pages.dump())
+                assert one.logits is not None and direct.logits is not None
+                assert_same_bits(one.logits.cpu(), direct.logits.cpu())
+            tokens = direct.generate(20)
+            assert shared.generate(20) == tokens == loaded.generate(20) and len(set(tokens)) > 5

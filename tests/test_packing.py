@@ -12,7 +12,7 @@ from tiny import write_tiny, write_tiny_gguf, write_tokenizer
 from torch import Tensor
 
 from csrc_triton.launch import kernels_on_cpu
-from polymodel.checkpoint import open_checkpoint
+from polymodel.checkpoint import open_checkpoint, perturbed
 from polymodel.config import Weights
 from polymodel.engine import Engine
 from polymodel.events import Events
@@ -122,3 +122,20 @@ def test_an_engine_generates_by_kernels(tmp_path: Path) -> None:
     with interpreted(races=False):
         assert tokens(None) == tokens("d") == expected
     assert len(set(expected)) > 1
+
+
+def test_a_sibling_goes_on_by_kernels(tmp_path: Path) -> None:
+    """From the hidden states that the model kept, with the bits of the sibling's own prefill."""
+    path = write_tokenizer(write_tiny(tmp_path / "m", "llama", num_hidden_layers=2))
+    with interpreted(races=False, sequential_dot=True), Engine(budget=1 << 30, kv_budget=16 << 20) as engine:
+        engine.add("m", path)
+        engine.add("high", perturbed(open_checkpoint(path), 1, 0))
+        one, direct = engine.session("m"), engine.session("high", domain="direct")
+        one.append(IDS)
+        logits = direct.append(IDS)
+        two = engine.session("high", prefix=one)
+        assert two.num_resumed == len(IDS) and engine.lane.prefill.proved == {("high", 1): ""}
+        assert_same_bits(two.pages.dump(), direct.pages.dump())
+        assert two.logits is not None
+        assert_same_bits(two.logits, logits)
+        assert not torch.equal(two.pages.dump(), one.pages.dump())
