@@ -514,9 +514,9 @@ def test_what_an_engine_takes_over_has_the_bits_of_a_direct_prefill(tmp_path: Pa
             shared.append(ids)
             direct.append(ids)
             assert (shared.num_cached, shared.num_resumed) == (count - 1 if model == "m" else 0, resumed)
-            shared.save(tmp_path / model)
+            shared.save(tmp_path / f"{model}.session")
             loaded = engine.session(model)
-            loaded.load(tmp_path / model)
+            loaded.load(tmp_path / f"{model}.session")
             shared.swap_out()
             shared.swap_in()
             for one in (shared, loaded):
