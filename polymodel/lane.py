@@ -204,7 +204,7 @@ class Lane:
     def _decode(self, name: str, model: Model, ready: list[Sequence], drafting: bool = True) -> None:
         """One round: draft, verify every sequence's [pending, drafts] in one forward, accept, commit."""
         with ExitStack() as stack:
-            spans = [stack.enter_context(self._open_span(sequence)) for sequence in ready]
+            spans = [self._open_span(sequence, stack) if drafting else None for sequence in ready]
             drafts = [self._draft(sequence) if drafting else [] for sequence in ready]
             panel = Panel(
                 [s.pages for s in ready],
@@ -228,10 +228,12 @@ class Lane:
         else:
             ready[-1].finish("error", full)  # the youngest makes room; the others go on in the next step
 
-    def _open_span(self, sequence: Sequence) -> Provisional:
-        """What the next round writes: the pending token and its drafts, in the target's pages and the drafter's."""
-        lists = [pages for pages in (sequence.pages, sequence.draft_pages) if pages is not None]
-        return sequence.spans.open([PagesSink(pages, len(sequence.pages)) for pages in lists])
+    def _open_span(self, sequence: Sequence, stack: ExitStack) -> Provisional | None:
+        """What a round with drafts writes: the pending token and they, in the target's pages and the drafter's."""
+        if sequence.draft_pages is None:
+            return None
+        sinks = [PagesSink(pages, len(sequence.pages)) for pages in (sequence.pages, sequence.draft_pages)]
+        return stack.enter_context(sequence.spans.open(sinks))
 
     @property
     def num_open_spans(self) -> int:
@@ -255,7 +257,7 @@ class Lane:
                 sequence.drop_drafter()
             return []
 
-    def _commit(self, sequence: Sequence, draft: list[int], target: list[int], span: Provisional) -> None:
+    def _commit(self, sequence: Sequence, draft: list[int], target: list[int], span: Provisional | None) -> None:
         """Keep the accepted rows, drop the others by a shorter length, emit the tokens."""
         verdict = accept_chain(draft, target)
         sequence.num_forwards += 1
@@ -265,5 +267,6 @@ class Lane:
             histogram = sequence.acceptance_histogram
             histogram += [0] * (verdict.num_accepted + 1 - len(histogram))
             histogram[verdict.num_accepted] += 1
-        span.promote(1 + verdict.num_accepted)
+        if span is not None:
+            span.promote(1 + verdict.num_accepted)
         sequence.emit(target[: verdict.num_advanced])
