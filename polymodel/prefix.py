@@ -1,8 +1,10 @@
 """Which prompts begin alike: radix trees over token ids, whose nodes hold runs of the arena's pages and no copies.
 
 There is one tree for each KVKey. Its edges are cut at any token, while pages hold 64: a node that starts within a
-page holds a page in which the tokens before it are stored too. Tokens are compared, never hashes. What is counted is
-distinct pages: true memory. There is no lock here; the caller has one.
+page holds a page in which the tokens before it are stored too. So the page within which a node ends, its boundary
+page, is held only by a leaf: of other nodes every child has one, and the last child to go leaves its own behind. A
+conversation thus takes a page for every 64 tokens, however many its turns. Tokens are compared, never hashes. What is
+counted is distinct pages: true memory. There is no lock here; the caller has one.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ class _Tree:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """Tokens [start, stop) of every sequence through it, and the pages of indices start // 64 .. (stop - 1) // 64."""
+    """Tokens [start, stop) of every sequence through it, and the pages from index start // 64 on.
+
+    A leaf has those up to its last token's, others those that are full by `stop`, which may be none.
+    """
 
     tree: _Tree
     parent: _Node | _Tree
@@ -54,6 +59,11 @@ class _Node:
         return self.start + len(self.edge)
 
     @property
+    def has_boundary(self) -> bool:
+        """Whether it is to hold the page within which it ends."""
+        return not self.children and self.stop % PAGE_TOKENS > 0
+
+    @property
     def is_victim(self) -> bool:
         return self.is_alive and not self.leases and not self.children
 
@@ -69,7 +79,10 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix: canonical pages that cover it, and the key in whose tree it is."""
+    """The longest cached prefix: canonical pages that cover it, and the key in whose tree it is.
+
+    They are to be shared before anything is evicted: the lease keeps the prefix, but the last page may be a child's.
+    """
 
     length: int
     pages: list[int]
@@ -141,8 +154,8 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the distinct pages held."""
-        return self._nbytes
+        """Bytes of the distinct pages held, as told last: until a call that changes them is done, those before it."""
+        return self._reported
 
     @property
     def num_pages(self) -> int:
@@ -292,7 +305,8 @@ class PrefixCache:
         for node in nodes:
             assert node.is_alive and node.edge and node.leases >= 0
             assert node.start == node.parent.stop and node.parent.children[node.edge[0]] is node
-            assert len(node.pages) == _num_pages(node.stop) - node.start // PAGE_TOKENS
+            stop = node.stop // PAGE_TOKENS if node.children else _num_pages(node.stop)
+            assert len(node.pages) == stop - node.start // PAGE_TOKENS
             holders.update(node.pages)
             page_bytes |= dict.fromkeys(node.pages, node.tree.layout.page_bytes)
         assert holders == self._holders and self._nbytes == sum(page_bytes.values()) == self._reported
@@ -337,22 +351,23 @@ class PrefixCache:
 
     def _attach(self, tree: _Tree, parent: _Node | _Tree, edge: array[int], pages: list[int], warm: bool) -> _Node:
         node = _Node(tree, parent, parent.stop, edge, pages, self._born, self._clock, is_warm=warm)
+        self._hold(tree.layout, pages)
+        if isinstance(parent, _Node) and parent.has_boundary:
+            self._let_go(tree.layout, [parent.pages.pop()])
         parent.children[edge[0]] = node
         self._born += 1
         self._num_nodes += 1
         self._num_tokens += len(edge)
         self._warm_tokens += len(edge) * warm
-        self._hold(tree.layout, pages)
         if warm:
             self._offer(node)
         return node
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """Cut a node's edge before position `at`: the new node of the part before; both hold a page that is cut."""
+        """Cut a node's edge before position `at`: the new node of the part before; a page that is cut stays below."""
         count, page = at - node.start, at // PAGE_TOKENS - node.start // PAGE_TOKENS
-        cut = node.pages[page : page + 1] if at % PAGE_TOKENS else []
         upper = _Node(
-            *(node.tree, node.parent, node.start, node.edge[:count], node.pages[:page] + cut, self._born, node.since),
+            *(node.tree, node.parent, node.start, node.edge[:count], node.pages[:page], self._born, node.since),
             hits=node.hits,
             is_warm=node.is_warm,
         )
@@ -362,7 +377,6 @@ class PrefixCache:
         self._born += 1
         self._num_nodes += 1
         self._splits += 1
-        self._hold(node.tree.layout, cut)
         self._offer(node)
         return upper
 
@@ -383,11 +397,14 @@ class PrefixCache:
             self._num_nodes -= 1
             self._warm_tokens -= len(node.edge) * node.is_warm
         self._num_tokens -= freed
-        self._let_go(tree.layout, pages)
         if isinstance(parent, _Node):
+            if parent.has_boundary:
+                parent.pages.append(_first_page(siblings[0]))
+                self._hold(tree.layout, parent.pages[-1:])
             self._offer(parent)
         elif not parent.children:
             del self._trees[tree.key]
+        self._let_go(tree.layout, pages)
         return freed
 
     def _expel(self, families: Sequence[Sequence[_Node]]) -> int:
@@ -502,9 +519,18 @@ def common_length(one: Sequence[int], other: Sequence[int], at: int = 0) -> int:
     return low
 
 
+def _first_page(node: _Node) -> int:
+    """The page of index start // 64; where a node is not a leaf and ends within it, its first child's."""
+    while not node.pages:
+        node = next(iter(node.children.values()))
+    return node.pages[0]
+
+
 def _pages(path: Sequence[_Node], length: int) -> list[int]:
-    """The deepest node's page for each index: it holds the most of the tokens."""
+    """One for each index; a page within which the last node ends is its first child's, if it has children."""
     pages: list[int] = []
     for node in path:
-        pages[node.start // PAGE_TOKENS :] = node.pages
+        pages += node.pages
+    if len(pages) < _num_pages(length):
+        pages.append(_first_page(next(iter(path[-1].children.values()))))
     return pages[: _num_pages(length)]

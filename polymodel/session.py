@@ -132,6 +132,7 @@ class Session:
             return out
 
     def _step(self) -> int:
+        self._check_there("step")
         if not self.tokens:
             raise InvalidRequest("step: the session is empty; append a prompt first")
         if self._logits is None and self.is_contaminated:
@@ -181,11 +182,11 @@ class Session:
         if length >= len(self.tokens):
             return
         with self._lane.lock:
+            for sink in self._sinks:
+                sink.lose(length, len(self.tokens))
             self.pages.rollback(len(self.tokens) - length)
             del self.tokens[length:]
             self._logits = logits
-        for sink in self._sinks:
-            sink.start = min(sink.start, length)
 
     def quarantine(self, span: slice) -> None:
         """Remove tokens that nothing attended yet, the last ones. Exact: equal to a session that never saw them.
@@ -216,10 +217,10 @@ class Session:
                 self._cut(start)
                 return
             with self._lane.lock:
+                for sink in self._sinks:
+                    sink.lose(start, stop)
                 self.pages.evict(start, stop)
-            del self.tokens[start:stop]
-            for sink in self._sinks:
-                sink.start -= min(max(sink.start - start, 0), stop - start)
+                del self.tokens[start:stop]
 
     def repair(self) -> None:
         """Prefill again what attended something evicted. Exact: equal to a session that never saw it."""
@@ -262,7 +263,9 @@ class Session:
             return twin
 
     def continue_from(self, other: Session) -> None:
-        """Take another session's tokens over; this one is empty, and shares at least a layer with its model."""
+        """Take another session's tokens over, and what this model shares with its; this one is empty."""
+        if self.tokens or other._lane is not self._lane:
+            raise InvalidRequest("continue_from: expected an empty session, and another one of the same engine")
         with self._verb_of("continue_from"), other._verb_of("continue_from"), self._lane.lock:
             check_ids(other.tokens, self._lane.residency[self.model].config, 0)
             self._context.tokens = list(other.tokens)
@@ -305,9 +308,9 @@ class Session:
         """Write tokens, keys, values and logits to a safetensors file, with what they are valid for."""
         with self._verb_of("save"):
             with self._lane.lock:
-                data = self.pages.dump()
-            key = self._lane.prefill.key(self.model, self.domain)
-            write_session(Path(path), key, self.pages.layout, self.tokens, data, self._logits)
+                tokens, data, logits = list(self.tokens), self.pages.dump(), self._logits
+                key = self._lane.prefill.key(self.model, self.domain)
+            write_session(Path(path), key, self.pages.layout, tokens, data, logits)
 
     def load(self, path: str | Path) -> None:
         """Take a saved session's place. NotShareable if any axis of its key differs, CorruptSession if its bytes do."""
@@ -357,7 +360,7 @@ class Session:
         self.tokens.clear()
         self._logits = None
         for sink in self._sinks:
-            sink.start = 0
+            sink.lose(0, sink.start)
 
     def _check_there(self, verb: str) -> None:
         self._lane.check_open()
@@ -405,6 +408,12 @@ class _SessionSink:
     def open(self, epoch: int) -> None:
         self.start, self.logits = len(self.session), self.session._logits
         self.session._sinks.append(self)
+
+    def lose(self, start: int, stop: int) -> None:
+        """The session's tokens [start, stop) go: the span moves up, and the logits of a token that is gone are void."""
+        if start < self.start <= stop:
+            self.logits = None
+        self.start -= min(max(self.start - start, 0), stop - start)
 
     def prepare(self, epoch: int, kept: int | None) -> None:
         self.session._check_there("promote")

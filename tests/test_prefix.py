@@ -8,7 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import permutations, takewhile
 from typing import Any
 
 import pytest
@@ -143,28 +143,16 @@ def test_a_match_ends_at_any_token() -> None:
     assert cache.stats.splits == 1
 
 
-def test_the_deepest_node_answers_for_a_page_that_several_hold() -> None:
-    cache = new_cache()
-    first, second = run(0, 40), run(0, 100)
-    enter(cache, first)
-    enter(cache, second)  # its own first page, filled further
-    (short,) = cache.peek([KEY], first).pages
-    long, tail = cache.peek([KEY], second).pages
-    assert len({short, long, tail}) == 3
-    assert cache.peek([KEY], second[:41]).pages == [long]
-    assert stored(cache.arena, small(cache), [long, tail], 100) == values(second)
-    cache.check()
-
-
-def test_cutting_an_edge_within_a_page_leaves_the_page_to_both_halves() -> None:
+def test_cutting_an_edge_within_a_page_leaves_the_page_to_the_lower_half() -> None:
     cache = new_cache()
     enter(cache, run(0, 200))
     page = cache.peek([KEY], run(0, 100)).pages[1]
     assert cache.arena.num_owners(page) == 1 and cache.nbytes == 4 * PAGE_BYTES
     enter(cache, [*run(0, 100), 999])
-    assert cache.arena.num_owners(page) == 2 and cache.nbytes == 5 * PAGE_BYTES
+    assert cache.arena.num_owners(page) == 1 and cache.nbytes == 5 * PAGE_BYTES
+    assert [cache.peek([KEY], run(0, n)).pages[1] for n in (80, 100, 200)] == [page] * 3
     enter(cache, [*run(0, 64), 999])  # at a page's end no page is cut
-    assert cache.arena.num_owners(page) == 2 and cache.nbytes == 6 * PAGE_BYTES
+    assert cache.arena.num_owners(page) == 1 and cache.nbytes == 6 * PAGE_BYTES
     assert (cache.num_nodes, cache.num_tokens, cache.num_pages) == (5, 202, 6)
     cache.check()
 
@@ -361,6 +349,154 @@ def test_a_shared_preamble_is_in_memory_once() -> None:
     cache.arena.check()
 
 
+# ---- boundary pages ----------------------------------------------------------------------------------
+
+
+def assert_holds(cache: PrefixCache, tokens: Sequence[int], num_pages: int) -> list[int]:
+    """All these tokens are cached, as they were stored, and so many pages are used in all; the tokens' pages."""
+    match = cache.peek([KEY], tokens)
+    assert match.length == len(tokens) and len(match.pages) == -(-len(tokens) // PAGE_TOKENS)
+    assert stored(cache.arena, small(cache), match.pages, len(tokens)) == values(tokens)
+    assert cache.num_pages == cache.arena.num_pages_used == num_pages
+    assert cache.nbytes == cache.stats.nbytes == num_pages * PAGE_BYTES
+    cache.check()
+    cache.arena.check()
+    return match.pages
+
+
+@pytest.mark.parametrize("turn", [7, 40, 64, 100])
+def test_a_conversation_takes_a_page_for_every_64_tokens_however_long_its_turns(turn: int) -> None:
+    cache = new_cache()
+    for length in range(turn, 401, turn):
+        serve(cache, run(0, length))
+        assert_holds(cache, run(0, length), -(-length // PAGE_TOKENS))
+    for length in range(turn, 401 - turn, turn):
+        assert_holds(cache, run(0, length), -(-(400 // turn * turn) // PAGE_TOKENS))
+    for length in range(400 // turn * turn, 0, -turn):  # and as it is taken back
+        assert_holds(cache, run(0, length), -(-length // PAGE_TOKENS))
+        assert cache.forget(KEY, run(0, length)) == turn
+    assert cache.arena.num_pages_used == 0
+
+
+def test_the_first_child_answers_for_the_page_within_which_its_parent_ends() -> None:
+    cache = new_cache()
+    first, second, third = run(0, 40), run(0, 100), [*run(0, 40), *run(500, 10)]
+    enter(cache, first)
+    (own,) = assert_holds(cache, first, 1)
+    enter(cache, second)  # its own first page, filled further
+    (shared,) = assert_holds(cache, first, 2)
+    assert shared != own and cache.arena.num_owners(own) == 0
+    enter(cache, third)
+    assert assert_holds(cache, first, 3) == [shared] == cache.peek([KEY], first[:9]).pages
+    assert assert_holds(cache, second, 3)[0] == shared != assert_holds(cache, third, 3)[0]
+
+
+def test_the_last_child_to_go_leaves_its_first_page_to_its_parent() -> None:
+    cache = new_cache(160)
+    serve(cache, run(0, 100))
+    serve(cache, run(0, 150))
+    first, second, _ = assert_holds(cache, run(0, 150), 3)
+    lease = cache.match([KEY], run(0, 100)).lease
+    serve(cache, run(500, 60))
+    assert (cache.stats.evictions, found(cache, run(0, 150))) == (1, 100)
+    assert assert_holds(cache, run(0, 100), 3) == [first, second]
+    assert [cache.arena.num_owners(page) for page in (first, second)] == [1, 1]
+    assert lease is not None
+    cache.release(lease)
+    assert serve(cache, run(0, 130)) == 100  # a new child, whose page takes its place
+    assert assert_holds(cache, run(0, 130), 3)[1] != second and cache.arena.num_owners(second) == 0
+
+
+@pytest.mark.parametrize("order", [*permutations(range(3))])
+@pytest.mark.parametrize(("stop", "pages"), [(40, [3, 2, 1]), (63, [6, 4, 2]), (64, [4, 3, 2]), (100, [4, 3, 2])])
+def test_children_may_go_in_any_order(stop: int, pages: list[int], order: tuple[int, ...]) -> None:
+    """Each has its first page, that its parent needs, and one more if it crosses into it."""
+    cache = new_cache()
+    children = [[*run(0, stop), *run(1000 * i + 1000, 20)] for i in range(3)]
+    serve(cache, run(0, stop))
+    for tokens in children:
+        serve(cache, tokens)
+    for i, used in zip(order, pages, strict=True):
+        for j in order[order.index(i) :]:
+            assert_holds(cache, children[j], used)
+        assert_holds(cache, run(0, stop), used)
+        assert cache.forget(KEY, children[i]) == 20
+    assert_holds(cache, run(0, stop), -(-stop // PAGE_TOKENS))
+    assert cache.forget(KEY, run(0, 1)) == stop and cache.arena.num_pages_used == 0
+
+
+@pytest.mark.parametrize("newcomer_first", [False, True])
+@pytest.mark.parametrize("at", [1, 63, 64, 65, 100, 127, 129])
+def test_what_is_above_a_cut_is_whole_whichever_half_or_newcomer_goes(at: int, newcomer_first: bool) -> None:
+    cache = new_cache()
+    serve(cache, run(0, 130))
+    old = assert_holds(cache, run(0, 130), 3)
+    serve(cache, [*run(0, at), 999])
+    upper = -(-at // PAGE_TOKENS)
+    assert assert_holds(cache, run(0, at), 4) == old[:upper]
+    new = assert_holds(cache, [*run(0, at), 999], 4)
+    if newcomer_first:
+        assert cache.forget(KEY, [*run(0, at), 999]) == 1
+        assert_holds(cache, run(0, 130), 3)
+        assert cache.forget(KEY, run(0, at + 1)) == 130 - at
+        assert assert_holds(cache, run(0, at), upper) == old[:upper]
+    else:
+        assert cache.forget(KEY, run(0, at + 1)) == 130 - at
+        assert_holds(cache, [*run(0, at), 999], at // PAGE_TOKENS + 1)
+        assert cache.forget(KEY, [*run(0, at), 999]) == 1
+        assert assert_holds(cache, run(0, at), upper) == new[:upper]
+
+
+def test_a_branch_that_goes_leaves_a_page_of_any_depth_to_what_is_above() -> None:
+    """Nodes that end within the page in which they start have none, so it is a leaf's further down."""
+    cache = new_cache()
+    for length in (10, 20, 30):
+        serve(cache, run(0, length))
+    serve(cache, [*run(0, 30), 999])
+    serve(cache, run(0, 90))
+    assert [len(node.pages) for _, _, node in sorted(paths(cache), key=lambda path: path[1])] == [0, 0, 0, 2, 1]
+    (page,) = assert_holds(cache, run(0, 30), 3)
+    assert cache.forget(KEY, run(0, 20)) == 10 + 10 + 1 + 60
+    assert assert_holds(cache, run(0, 10), 1) == [page]
+    serve(cache, run(0, 90))
+    assert cache.forget(KEY, run(0, 10)) == 90 and cache.arena.num_pages_used == 0
+    cache.check()
+
+
+def test_a_page_may_go_from_a_parent_to_its_child_and_back() -> None:
+    """One that is entered again with more in it, and that the cache alone owns."""
+    cache = new_cache()
+    layout = small(cache)
+    pages = cache.arena.allocate(layout, 1)
+    lease = cache.insert(KEY, layout, run(0, 10), pages)
+    cache.arena.release(layout, pages)
+    for length in (20, 30):
+        cache.insert(KEY, layout, run(0, length), pages, lease)
+        assert (cache.arena.num_owners(pages[0]), cache.nbytes) == (1, PAGE_BYTES)
+    for length in (30, 20):
+        assert cache.forget(KEY, run(0, length)) == 10
+        assert (cache.arena.num_owners(pages[0]), cache.nbytes) == (1, PAGE_BYTES)
+        cache.check()
+    assert cache.forget(KEY, run(0, 10)) == 10 and cache.arena.num_pages_used == 0 == cache.nbytes
+
+
+def test_whoever_hears_that_a_boundary_page_gave_up_its_states_sees_the_bytes_that_are_told() -> None:
+    """The arena says so in the middle of a call, after which the bytes may be what they were and nothing is told."""
+    cache = new_cache(max_bytes=2 * PAGE_BYTES)
+    states = cache.arena.state_layout(4, torch.float32)
+    for tokens in (run(0, 40), run(500, 40)):
+        serve(cache, tokens)
+        cache.arena.attach(*cache.peek([KEY], tokens).pages, 1, states)
+    seen: list[int] = []
+    cache.on_change = cache.arena.on_states = lambda: seen.append(cache.nbytes)
+    enter(cache, run(0, 50))  # in place of a page that had states
+    assert cache.arena.state_bytes == states.page_bytes and seen == [2 * PAGE_BYTES]
+    enter(cache, run(700, 40))  # the other one that had some is evicted for it
+    assert cache.arena.state_bytes == 0 and seen == [2 * PAGE_BYTES] * 2
+    assert (found(cache, run(500, 40)), cache.nbytes) == (0, 2 * PAGE_BYTES)
+    cache.check()
+
+
 # ---- merging -----------------------------------------------------------------------------------------
 
 
@@ -509,17 +645,18 @@ def test_many_sessions_stay_within_their_tokens(policy: Eviction) -> None:
 
 
 def test_the_bytes_counted_are_those_that_eviction_gives_back() -> None:
-    """A chain of 20 turns, each with a copy of the page that the one before left unfinished; 5 cross into another."""
+    """A chain of 20 turns, of which the last keep nothing but what no later one has: 3 pages and the newcomer's."""
     cache = new_cache()
     for turn in range(1, 21):
         serve(cache, run(0, 20 * turn))
         assert cache.nbytes == cache.arena.num_pages_used * PAGE_BYTES
-    assert (cache.num_tokens, cache.num_pages) == (400, 20 + 5)
+    assert (cache.num_tokens, cache.num_pages) == (400, 7)
     free = cache.arena.num_free(small(cache))
-    cache.max_bytes = 10 * PAGE_BYTES
+    cache.max_bytes = 4 * PAGE_BYTES
     serve(cache, [999])
-    assert cache.nbytes == 10 * PAGE_BYTES == cache.arena.num_pages_used * PAGE_BYTES
-    assert cache.arena.num_free(small(cache)) == free + 15
+    assert (cache.stats.evictions, found(cache, run(0, 400))) == (11, 180)
+    assert cache.nbytes == 4 * PAGE_BYTES == cache.arena.num_pages_used * PAGE_BYTES
+    assert cache.arena.num_free(small(cache)) == free + 3
     cache.check()
 
 
@@ -928,6 +1065,10 @@ class Prefixes(RuleBasedStateMachine):
         self.settle(evictions)
         assert set(self.cache._holders) <= held | set(pages)
         if self.cache.stats.evictions == evictions:
+            gone = [page for page in held - set(self.cache._holders) if not self.arena.num_owners(page)]
+            assert len(gone) <= 1  # a boundary page
+            for layer in range(request.pages.layout.num_layers):
+                request.pages.layout.view(before, layer)[gone] = 0
             assert torch.equal(self.arena.bytes, before)
 
     @precondition(lambda self: self.requests)
@@ -1000,11 +1141,10 @@ class Prefixes(RuleBasedStateMachine):
         cache.check()
         self.arena.check()
         check_lists(self.arena, lists, list(Counter(cache._holders).elements()))
-        for key, tokens, node in paths(cache):
+        for key, tokens, _ in paths(cache):
             match = cache.peek([key], tokens)
             assert match.length == len(tokens)
-            if not node.children:
-                assert stored(self.arena, self.layout(key), match.pages, len(tokens)) == values(tokens)
+            assert stored(self.arena, self.layout(key), match.pages, len(tokens)) == values(tokens)
         for request in self.requests:
             request.pages.check()
             assert cache.peek([request.key], request.tokens[: request.leased]).length == request.leased

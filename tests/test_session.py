@@ -421,6 +421,19 @@ def test_spans_nest_and_stay_right_when_something_before_them_is_evicted(engine:
     assert session.tokens == IDS[:10] + IDS[15:60]
 
 
+def test_a_span_whose_last_token_before_it_goes_gives_no_stale_logits_back(engine: Engine) -> None:
+    session = fresh(engine, IDS[:60])
+    with session.provisional():
+        session.append(IDS[60:70])
+        session.rollback(15)
+    assert_equal(session, fresh(engine, IDS[:55]))
+    with session.provisional():
+        session.append(IDS[60:70])
+        session.evict(slice(50, 57))
+    assert len(session) == 50
+    assert_equal(session, fresh(engine, IDS[:50]))
+
+
 def test_a_rollback_past_the_spans_start_empties_it(engine: Engine) -> None:
     session = fresh(engine, IDS[:60])
     with session.provisional() as span:
