@@ -18,7 +18,7 @@ pytestmark = pytest.mark.demo_model
 LAYERS, SHARED = 30, 24  # of the siblings' layers, the lower 24 are the model's
 NUM_NEW = 64
 STORY = (
-    "The lighthouse keeper wrote down the weather every evening: wind from the north, rain at noon, a red sky. "
+    "Continue this story. The lighthouse keeper wrote down the weather every evening: wind from the north, rain at noon, a red sky. "
     "One night a ship did not answer his lamp, and in the morning he found a letter on the rocks. It said that "
     "the captain had been looking for an island that is on no map, where seven trees stand in a circle around a "
     "well, and that whoever drinks from it remembers what has not happened yet. The keeper folded the letter, put out "
@@ -49,7 +49,7 @@ def engine(demo_model_path: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def story(engine: Engine) -> list[int]:
-    ids = engine["m"].tokenizer.encode(STORY)
+    ids = engine["m"].tokenizer.apply_chat_template([{"role": "user", "content": STORY}])
     assert len(ids) > 100 and len(set(ids)) > 50
     return ids
 
@@ -88,7 +88,7 @@ def test_what_is_taken_over_has_the_bits_of_a_direct_prefill(
     engine.run()
     assert [request.num_cached for request in requests] == [len(story) - 1, 0]
     ours, theirs = (request.output for request in requests)
-    assert ours == theirs and len(ours) == NUM_NEW and len(set(ours)) >= 12
+    assert ours == theirs and len(ours) == NUM_NEW and len(set(ours)) >= 30
     for session in (shared, direct):
         session.close()
 

@@ -398,7 +398,7 @@ def test_without_room_beside_the_siblings_prefix_that_one_goes_and_all_layers_ru
         run(engine, "m", IDS[:300])
         engine.arena.reclaimers = engine.arena.reclaimers[2:]  # neither drafts nor states
         filler = PageList(engine.arena, layout)
-        filler.reserve(64 * engine.arena.num_free(layout))
+        filler.reserve(64 * (engine.arena.num_free(layout) - 1))
         out = run(engine, "high", IDS[:300])
         assert out.tokens == run(uncached, "high", IDS[:300]).tokens
         assert cost(out) == (0, 0, 300 * LAYERS) and engine.prefixes.stats.evictions > 0

@@ -645,7 +645,7 @@ def test_many_sessions_stay_within_their_tokens(policy: Eviction) -> None:
 
 
 def test_the_bytes_counted_are_those_that_eviction_gives_back() -> None:
-    """A chain of 20 turns, of which the last keep nothing but what no later one has: 3 pages and the newcomer's."""
+    """A chain of 20 turns in 7 pages; evicting 11 of them leaves the 3 that 180 tokens need, and the newcomer's."""
     cache = new_cache()
     for turn in range(1, 21):
         serve(cache, run(0, 20 * turn))
