@@ -20,6 +20,7 @@ from polymodel.events import Events, max_concurrent
 from polymodel.kv import Arena, PageList
 from polymodel.lane import Lane
 from polymodel.ledger import Ledger, format_bytes, parse_bytes
+from polymodel.prefix import common_length
 from polymodel.residency import Hosted, Progress, Residency
 from polymodel.sequence import Context
 from polymodel.sequence import Sequence as Request
@@ -150,14 +151,10 @@ class Engine:
             self.residency.unload(name)
 
     def remove(self, name: str) -> None:
-        """Forget a model; its running requests are cancelled."""
+        """Forget a model; its running requests are cancelled, its sessions' later verbs raise Forgotten."""
         with self.lane.lock:
             self.residency[name]
-            for request in list(self.lane.live):
-                if request.model == name:
-                    self.lane.cancel(request)
-                elif request.drafter == name:
-                    request.drop_drafter()
+            self.lane.remove(name)
             self.residency.remove(name)
 
     @property
@@ -211,8 +208,7 @@ class Engine:
             raise InvalidRequest(f"temperature={temperature}: this version decodes greedily, expected 0.0")
         if max_new_tokens < 1:
             raise InvalidRequest(f"max_new_tokens={max_new_tokens}, expected at least 1")
-        ids = _prompt_ids(hosted, prompt, prompt_ids, messages)
-        check_ids(ids, hosted.config, 0, max_new_tokens)
+        ids = check_ids(_prompt_ids(hosted, prompt, prompt_ids, messages), hosted.config, 0, max_new_tokens)
         drafter = pick_drafter(draft, model, self.residency, self.config.multi_model)
         request = Request(
             model=model,
@@ -287,6 +283,8 @@ class Engine:
         prefix: of a model that shares layers with this one, or of the same; what is shared is not computed again.
         NotShareable where they share no layer or the domains differ, Contaminated where the prefix is.
         """
+        if prefix is not None and not isinstance(prefix, Session):
+            raise InvalidRequest(f"prefix={prefix!r}, expected a session or None")
         with self.lane.lock:
             self.lane.check_open()
             self.residency[model]
@@ -320,8 +318,10 @@ class Engine:
             try:
                 self.lane.extend(context, "prefill")
                 self.lane.prefill.keep(context)
-            finally:
-                context.pages.free()
+            except BaseException:
+                self.lane.prefill.drop(context)
+                raise
+            context.pages.free()
             self._public.append(context)  # with its lease
         return len(ids)
 
@@ -344,14 +344,30 @@ class Engine:
         It holds for all models of this vocabulary. Requests fail with Forgotten, and so do the later verbs of sessions.
         """
         ids = self._ids(model, prompt, **options)
+        if domain != PUBLIC_DOMAIN:
+            return self.lane.forget(model, ids, check_domain(domain))
         with self.lane.lock:
-            if domain == PUBLIC_DOMAIN:
-                self._public = [c for c in self._public if c.tokens[: len(ids)] != ids]
-            return self.lane.forget(model, ids, domain)
+            return self._forget_public(model, ids)
+
+    def _forget_public(self, model: str, ids: list[int]) -> int:
+        """Other public prefixes stay, with leases on what is left of their edges."""
+        lane, vocabulary = self.lane, self.lane.vocabulary(model)
+
+        def is_struck(context: Context) -> bool:
+            return context.tokens[: len(ids)] == ids and lane.vocabulary(context.model) in ("", vocabulary)
+
+        for context in filter(is_struck, self._public):
+            lane.prefill.leave(context)
+        self._public = [context for context in self._public if not is_struck(context)]
+        keep = max((common_length(ids, context.tokens) for context in self._public), default=0)
+        freed = lane.forget(model, ids, PUBLIC_DOMAIN, keep)
+        for context in self._public:
+            lane.prefill.hold(context)
+        return freed
 
     def drop_domain(self, domain: str) -> int:
         """Free what is cached for a domain, and end its requests and sessions; cached tokens freed."""
-        return self.lane.drop_domain(domain)
+        return self.lane.drop_domain(check_domain(domain))
 
     def _ids(
         self,
@@ -364,8 +380,7 @@ class Engine:
         self.lane.check_open()
         hosted = self.residency[model]
         ids = _prompt_ids(hosted, prompt, prompt_ids, messages)
-        check_ids(ids, hosted.config, 0)
-        return ids
+        return check_ids(ids, hosted.config, 0)
 
     # ---- what there is
 
@@ -396,9 +411,9 @@ class Engine:
 
     def _shares(self, hosted: Hosted) -> list[str]:
         """Lower layers in common with other models, or why they are not used."""
-        proved = self.lane.prefill.proved
+        why_off = self.lane.prefill.why_off
         return [
-            f"{layers} with {partner}" + (f" (off: {why})" if (why := proved.get((hosted.name, layers))) else "")
+            f"{layers} with {partner}" + (f" (off: {why})" if (why := why_off(hosted.name, layers)) else "")
             for partner, layers in hosted.partners.items()
         ]
 
@@ -507,7 +522,7 @@ def _bytes(name: str, size: int | str | None, default: int) -> int:
 
 
 def check_domain(domain: str) -> str:
-    if not domain or domain == PUBLIC_DOMAIN:
+    if not isinstance(domain, str) or not domain or domain == PUBLIC_DOMAIN:
         raise InvalidRequest(
             f"domain={domain!r}, expected a name; {PUBLIC_DOMAIN!r} is what share_prefix opened to all"
         )
@@ -519,7 +534,7 @@ def _prompt_ids(
     prompt: str | None,
     prompt_ids: Sequence[int] | None,
     messages: Sequence[Mapping[str, str]] | None,
-) -> list[int]:
+) -> Sequence[int]:
     given = [
         name
         for name, value in (("prompt", prompt), ("prompt_ids", prompt_ids), ("messages", messages))
@@ -528,7 +543,7 @@ def _prompt_ids(
     if len(given) != 1:
         raise InvalidRequest(f"expected exactly one of prompt, prompt_ids and messages, got {given or 'none'}")
     if prompt_ids is not None:
-        return list(prompt_ids)
+        return prompt_ids
     if messages is not None:
         return hosted.tokenizer.apply_chat_template(messages)
     assert prompt is not None

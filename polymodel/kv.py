@@ -335,6 +335,20 @@ class Swapped:
     def nbytes(self) -> int:
         return self.data.nbytes
 
+    def cut(self, length: int) -> Swapped:
+        """Its first `length` tokens; CorruptSession if its bytes have changed."""
+        self.check()
+        entries = self.entries
+        first = entries[BASE] + (entries[SPAN] & 255)
+        entries = entries[:, : int(np.searchsorted(first, length))].copy()
+        entries[SPAN, -1:] = entries[SPAN, -1:] & 255 | PAGE_TOKENS << 8
+        cut = replace(self, entries=entries, length=length, clean=min(self.clean, length))
+        return replace(cut, digest=cut.expected_digest)
+
+    def check(self) -> None:
+        if (digest := self.expected_digest) != self.digest:
+            raise CorruptSession(f"the digest of {self.length} swapped-out tokens is {digest}, was {self.digest}")
+
     @property
     def expected_digest(self) -> str:
         facts = repr((self.layout, self.entries.tolist(), self.length, self.clean)).encode()
@@ -679,8 +693,7 @@ class PageList:
         self._refuse_tokens("swap_in")
         if swapped.layout != self.layout:
             raise InvalidRequest(f"swap_in: pages of {swapped.layout}, expected those of {self.layout}")
-        if (digest := swapped.expected_digest) != swapped.digest:
-            raise CorruptSession(f"swap_in: the digest of {swapped.length} tokens is {digest}, was {swapped.digest}")
+        swapped.check()
         pages = self._filled(swapped.data)
         entries = swapped.entries.copy()
         entries[IDS] = pages[entries[IDS]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Protocol
 
@@ -54,6 +55,8 @@ class Lane:
         self.session_numbers = count()
         self.orphans: deque[tuple[Context, str]] = deque()  # of sessions that nobody closed, and their ledger's names
         self.is_closed = False
+        self._is_working = False
+        self._cancelled: list[Sequence] = []  # meanwhile
         self.prefill = Prefill(config, residency, arena, events)
         self._policy = RoundRobin()
         arena.reclaimers += [self._give_up_drafts, self._give_up_states, self.prefill.cache.reclaim]
@@ -78,9 +81,8 @@ class Lane:
         A prefill takes over what is cached, or what the other context holds of the same tokens. An error leaves the
         pages with the tokens they had.
         """
-        with self.lock, self.residency.lease(context.model) as model:
+        with self.lock, self._work(), self.residency.lease(context.model) as model:
             self.check_open()
-            self._bury_orphans()
             before, counts = len(context.pages), (context.num_cached, context.num_resumed)
             logits: Tensor | None = None
             try:
@@ -92,29 +94,35 @@ class Lane:
                     rows = next_rows(context, self.config.prefill_chunk)
                     logits = prefill(model, self.arena, [rows], self.events, context.model, kind)
             except BaseException:
-                context.pages.rollback(len(context.pages) - before)
-                context.resume_until = 0
+                if kind == "prefill":  # a decode has stored nothing before it fails
+                    context.pages.rollback(len(context.pages) - before)
                 context.num_cached, context.num_resumed = counts
                 raise
+            finally:
+                context.resume_until = 0
             return None if logits is None else logits[0]
 
     def cancel(self, sequence: Sequence) -> None:
+        """End a request now, or after the forward that runs if a collector calls in the midst of it."""
         with self.lock:
-            sequence.finish("cancelled")
-            self._drop_finished()
+            if self._is_working:
+                self._cancelled.append(sequence)
+            else:
+                sequence.finish("cancelled")
+                self._drop_finished()
 
-    def forget(self, name: str, tokens: list[int], domain: str) -> int:
+    def forget(self, name: str, tokens: list[int], domain: str, keep: int = 0) -> int:
         """Strike out what begins with these tokens, cached or live, for all models of this vocabulary; cached tokens.
 
         Requests fail with Forgotten, and so do the later verbs of sessions.
         """
         with self.lock:
-            vocabulary = self._vocabulary(name)
+            vocabulary = self.vocabulary(name)
             for one in self._holders(domain):
-                if one.tokens[: len(tokens)] == tokens and self._vocabulary(one.model) in ("", vocabulary):
+                if one.tokens[: len(tokens)] == tokens and self.vocabulary(one.model) in ("", vocabulary):
                     one.forget(f"its first {len(tokens)} tokens were forgotten")
             self._drop_finished()
-            return self.prefill.forget(name, tokens, domain)
+            return self.prefill.forget(name, tokens, domain, keep)
 
     def drop_domain(self, domain: str) -> int:
         """Free what is cached for a domain, and end its requests and sessions; cached tokens."""
@@ -124,13 +132,37 @@ class Lane:
             self._drop_finished()
             return self.prefill.cache.drop(domain)
 
-    def _vocabulary(self, name: str) -> str:
+    def vocabulary(self, name: str) -> str:
         """Digest of a model's vocabulary, "" if the model is gone or has none."""
         return self.prefill.key(name, DEFAULT_DOMAIN).tokenizer if name in self.residency.hosted else ""
+
+    def remove(self, name: str) -> None:
+        """End what a model's requests and sessions do, and let nobody draft by it."""
+        with self.lock:
+            for request in list(self.live):
+                if request.model == name:
+                    self.cancel(request)
+                elif request.drafter == name:
+                    request.drop_drafter()
+            for session in list(self.sessions):
+                if session.model == name:
+                    session.forget(f"the model {name!r} was removed")
 
     def _holders(self, domain: str) -> list[Holder]:
         everyone: list[Holder] = [*self.live, *self.sessions]
         return [one for one in everyone if one.domain == domain]
+
+    @contextmanager
+    def _work(self) -> Iterator[None]:
+        """Bury orphans, work, then cancel what was to be cancelled meanwhile."""
+        self._bury_orphans()
+        outer, self._is_working = self._is_working, True
+        try:
+            yield
+        finally:
+            self._is_working = outer
+            while self._cancelled and not outer:
+                self.cancel(self._cancelled.pop())
 
     def _bury_orphans(self) -> None:
         """Give back what sessions held that are gone; their collector only appends here, whatever it interrupts."""
@@ -149,8 +181,7 @@ class Lane:
 
     def turn(self) -> bool:
         """One model's turn: a chunk of prompts, then a quantum of decode steps. False if there was no work."""
-        with self.lock:
-            self._bury_orphans()
+        with self.lock, self._work():
             name = self._policy.pick(list(dict.fromkeys(s.model for s in self.live)))
             if name is None:
                 return False

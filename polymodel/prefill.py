@@ -42,6 +42,9 @@ class Rows:
 def next_rows(context: Context, room: int) -> Rows:
     """At most `room` tokens; those with a sibling's lower layers go first, as long as the hidden states are there."""
     done = len(context.pages)
+    if done == len(context.tokens):  # interrupted before its logits were used: the last row gives them again
+        context.pages.rollback(1)
+        done -= 1
     if done < context.resume_until:
         stop = min(context.resume_until, done + room)
         if context.pages.states_at(context.resume_layer, done, stop) is not None:
@@ -89,7 +92,7 @@ class Prefill:
         )
         self._policies: dict[tuple[torch.dtype, int], str] = {}  # by dtype of the pages and threads
         self._known: WeakKeyDictionary[Hosted, KVKey] = WeakKeyDictionary()
-        self.proved: dict[tuple[str, int], str] = {}  # (model, first layer) -> why no prompt resumes there, or ""
+        self._proved: WeakKeyDictionary[Hosted, dict[int, str]] = WeakKeyDictionary()  # first layer -> `why_off`
 
     # ---- keys and lists
 
@@ -157,6 +160,11 @@ class Prefill:
             self.cache.release(context.lease)
             context.lease = None
 
+    def hold(self, context: Context) -> None:
+        """Lease again what is still cached of a context."""
+        self.leave(context)
+        context.lease = self.cache.hold(self.key(context.model, context.domain), context.tokens)
+
     def _take_band(self, context: Context) -> None:
         """From the sibling that saves most."""
         most = 0
@@ -208,8 +216,8 @@ class Prefill:
 
     def _is_proved(self, context: Context, match: Match, partner: Hosted, layers: int) -> bool:
         """Whether resuming gives this model's own bits here: tried once a model and layer, on the first page."""
-        at = (context.model, layers)
-        if at not in self.proved:
+        proved = self._proved.setdefault(self.residency[context.model], {})
+        if layers not in proved:
             ids = context.tokens[: min(PAGE_TOKENS, match.length)]
             direct, resumed = self.new_pages(context.model), self.new_pages(context.model)
             try:
@@ -219,11 +227,15 @@ class Prefill:
                     above = forward(model, self.arena, Panel([resumed], [ids], first_layer=layers))
                     whole = forward(model, self.arena, Panel([direct], [ids]))
                 same = torch.equal(whole, above) and torch.equal(direct.dump(), resumed.dump())
-                self.proved[at] = "" if same else f"resuming at layer {layers} changes bits on this machine"
+                proved[layers] = "" if same else f"resuming at layer {layers} changes bits on this machine"
             finally:
                 direct.free()
                 resumed.free()
-        return not self.proved[at]
+        return not proved[layers]
+
+    def why_off(self, name: str, layers: int) -> str:
+        """Why no prompt of a model takes over so many lower layers, "" if they do or none has tried."""
+        return self._proved.get(self.residency[name], {}).get(layers, "")
 
     # ---- keeping
 
@@ -270,34 +282,45 @@ class Prefill:
         A prompt whose beginning another one is just computing waits for that one.
         """
         chunk: list[Rows] = []
+        leaders = [s for s in live if s.has_begun and s.state is State.WAITING]
         for sequence in waiting:
             if room <= 0:
                 break
             if not sequence.has_begun:
-                if self._waits(sequence, [s for s in live if s.has_begun and s.state is State.WAITING]):
+                if self._waits(sequence, leaders):
                     continue
                 self.begin(sequence)
+                leaders.append(sequence)
             rows = next_rows(sequence, room)
             chunk.append(rows)
             room -= len(rows.ids)
-        return chunk
+        # a later one's pages may have cost an earlier one its hidden states
+        return [next_rows(r.context, len(r.ids)) if r.first_layer else r for r in chunk]
 
     def _waits(self, context: Context, leaders: Seq[Context]) -> bool:
         """Whether a prompt on its way will have cached more of these tokens than is cached now."""
-        if not self.config.prefix_cache:
-            return False
-        siblings = dict(self._siblings(context.model))
-        keys = self._keys(context.model, context.domain)
-        for leader in leaders:
-            if leader.domain != context.domain:
-                continue
-            theirs = self._keys(leader.model, leader.domain)
-            if theirs != keys and siblings.get(leader.model, 0) not in leader.pages.keep:
+        flight = self.config.prefix_flight
+        cached: dict[str, int] = {}  # by model
+        for leader in leaders if self.config.prefix_cache else ():
+            there = len(leader.pages) // PAGE_TOKENS * PAGE_TOKENS  # cached already
+            most = min(len(context.tokens), len(leader.tokens)) - there
+            if leader.domain != context.domain or most < flight or not self._helps(leader, context):
                 continue
             common = common_length(context.tokens, leader.tokens)
-            if common - self.cache.peek(theirs, context.tokens).length >= self.config.prefix_flight:
+            if common - there < flight:
+                continue
+            if leader.model not in cached:
+                keys = self._keys(leader.model, leader.domain)
+                cached[leader.model] = self.cache.peek(keys, context.tokens).length
+            if common - cached[leader.model] >= flight:
                 return True
         return False
+
+    def _helps(self, leader: Context, context: Context) -> bool:
+        """Whether one's pages are of use to the other: those of an equal model, or of a sibling that keeps states."""
+        if self.key(leader.model, leader.domain) == self.key(context.model, context.domain):
+            return True
+        return dict(self._siblings(context.model)).get(leader.model, 0) in leader.pages.keep
 
     def run(self, model: Model, name: str, chunk: Seq[Rows]) -> None:
         """The forwards of a chunk; a sequence whose prompt is complete gets its first token and is ready."""
@@ -308,9 +331,10 @@ class Prefill:
             complete = [i for i, is_end in enumerate(ends) if is_end]
             tokens = dict(zip(complete, greedy(logits[complete]) if complete else [], strict=True))
             for i, r in enumerate(rows):
-                if tokens.get(i, 0) >= 0:  # numbers that are none are nobody's prefix
-                    self.keep(r.context)
+                sequence = r.context
+                assert isinstance(sequence, Sequence)
                 if i in tokens:
-                    assert isinstance(r.context, Sequence)
-                    r.context.state = State.READY
-                    r.context.emit([tokens[i]])
+                    sequence.state = State.READY
+                    sequence.emit([tokens[i]])
+                if not sequence.is_over:
+                    self.keep(sequence, sequence.num_prompt)

@@ -262,6 +262,13 @@ class PrefixCache:
         self._settle()
         return lease
 
+    def hold(self, key: KVKey, tokens: Sequence[int]) -> Lease:
+        """A lease on as much of these tokens as is cached; it is no use of them."""
+        path, _ = self._walk(key, _ids(tokens))
+        lease = Lease()
+        self._move(lease, path[-1] if path else None)
+        return lease
+
     def release(self, lease: Lease) -> None:
         """End a lease; once more is no error."""
         self._move(lease, None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 from types import TracebackType
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, SupportsIndex, TypeVar
 
 from polymodel.errors import InvalidRequest
 
@@ -75,7 +76,7 @@ class Provisional:
         self._spans = spans
         self._sinks = sinks
 
-    def promote(self, path: Sequence[int] | int | None = None) -> None:
+    def promote(self, path: Sequence[int] | SupportsIndex | None = None) -> None:
         """Keep the tokens on the path (the first so many, None: all) in every sink.
 
         If a sink does not prepare, the span stays open; if one does not commit, the span is rolled back.
@@ -132,14 +133,17 @@ class Provisional:
             raise failure
 
 
-def _num_kept(path: Sequence[int] | int | None) -> int | None:
+def _num_kept(path: Sequence[int] | SupportsIndex | None) -> int | None:
     if path is None:
         return None
-    kept = path if isinstance(path, int) else len(path)
-    if kept < 0:
-        raise InvalidRequest(f"promote: the path is {kept}, expected a number of tokens from 0 on")
-    if not isinstance(path, int) and list(path) != list(range(kept)):
-        raise InvalidRequest(f"promote: the path is {list(path)}, expected the span's first tokens: 0, 1, ..")
+    if isinstance(path, Sequence):
+        if list(path) != list(range(len(path))):
+            raise InvalidRequest(f"promote: the path is {list(path)}, expected the span's first tokens: 0, 1, ..")
+        return len(path)
+    if not isinstance(path, SupportsIndex) or (kept := index(path)) < 0:
+        raise InvalidRequest(
+            f"promote: the path is {path!r}, expected a number of tokens from 0 on, or their positions"
+        )
     return kept
 
 

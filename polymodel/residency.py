@@ -360,7 +360,9 @@ class Residency:
 
     def remove(self, name: str) -> None:
         self.unload(name)
-        self.hosted.pop(name).checkpoint.close()
+        checkpoint = self.hosted.pop(name).checkpoint
+        if all(hosted.checkpoint is not checkpoint for hosted in self.hosted.values()):
+            checkpoint.close()
         for hosted in self.hosted.values():
             hosted.partners.pop(name, None)
         self._set_boundaries()

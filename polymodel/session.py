@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from operator import index
 from pathlib import Path
 from types import TracebackType
+from typing import SupportsIndex
 
 from torch import Tensor
 
@@ -38,6 +39,7 @@ class Session:
         self._verb = threading.Lock()
         self._spans = Spans()
         self._sinks: list[_SessionSink] = []  # of the open spans
+        self._is_provisional = False  # made of what was provisional elsewhere: reaches no cache
         self._swapped: Swapped | None = None
         self._forgotten = ""  # why, if it was
         self._owner = f"session {next(lane.session_numbers)}"  # in the ledger
@@ -72,13 +74,12 @@ class Session:
         return self._logits
 
     def _restore_logits(self) -> None:
-        with self._lane.lock:
-            self.pages.reopen()
-            try:
-                self._logits = self._lane.extend(self._context, "decode")
-            except BaseException:
-                self.pages.commit(1)  # its keys and values are there
-                raise
+        self.pages.reopen()
+        try:
+            self._logits = self._lane.extend(self._context, "decode")
+        except BaseException:
+            self.pages.commit(1)  # its keys and values are there
+            raise
 
     @property
     def clean(self) -> int:
@@ -112,7 +113,7 @@ class Session:
 
     # ---- growing
 
-    def append(self, ids: Seq[int]) -> Tensor:
+    def append(self, ids: Iterable[int]) -> Tensor:
         """Prefill ids after what is there; logits [vocab] after the last one. KVFull changes nothing."""
         with self._verb_of("append"):
             return self._append(ids, "prefill")
@@ -124,15 +125,16 @@ class Session:
 
     def generate(self, max_new_tokens: int) -> list[int]:
         """The next greedy tokens, up to a stop token or the limit; all of them end up in the session."""
-        with self._verb_of("generate"):
-            stop = set(self._lane.residency[self.model].tokenizer.stop_ids)
-            out: list[int] = []
-            while len(out) < max_new_tokens and not (out and out[-1] in stop):
-                out.append(self._step())
-            return out
+        out: list[int] = []
+        with self._alone("generate"):
+            while len(out) < max_new_tokens:
+                with self._in_lane("generate"):  # others have their turns between the steps
+                    out.append(self._step())
+                    if out[-1] in self._lane.residency[self.model].tokenizer.stop_ids:
+                        break
+        return out
 
     def _step(self) -> int:
-        self._check_there("step")
         if not self.tokens:
             raise InvalidRequest("step: the session is empty; append a prompt first")
         if self._logits is None and self.is_contaminated:
@@ -147,25 +149,22 @@ class Session:
         self._append([token], "decode")
         return token
 
-    def _append(self, ids: Seq[int], kind: Kind) -> Tensor:
-        with self._lane.lock:
-            self._check_there("append")
-            before = len(self.tokens)
-            check_ids(ids, self._lane.residency[self.model].config, before)
-            self.tokens.extend(ids)
-            try:
-                logits = self._logits = self._lane.extend(self._context, kind)
-            except BaseException:
-                del self.tokens[before:]
-                raise
-            assert logits is not None
-            if kind == "prefill":
-                self._keep()
-            return logits
+    def _append(self, ids: Iterable[int], kind: Kind) -> Tensor:
+        before = len(self.tokens)
+        self.tokens.extend(check_ids(ids, self._lane.residency[self.model].config, before))
+        try:
+            logits = self._logits = self._lane.extend(self._context, kind)
+        except BaseException:
+            del self.tokens[before:]
+            raise
+        assert logits is not None
+        if kind == "prefill":
+            self._keep()
+        return logits
 
     def _keep(self) -> None:
-        """Cache what is clean, unless it may still be rolled back."""
-        if not self._sinks:
+        """Cache what is clean, unless it may still be rolled back, here or where it came from."""
+        if not self._sinks and not self._is_provisional:
             self._lane.prefill.keep(self._context)
 
     # ---- forgetting
@@ -173,20 +172,22 @@ class Session:
     def rollback(self, count: int) -> None:
         """Forget the last `count` tokens. Exact: what follows equals a session that never saw them."""
         with self._verb_of("rollback"):
-            if not 0 <= count <= len(self.tokens):
-                raise InvalidRequest(f"rollback({count}): the session has {len(self.tokens)} tokens")
-            self._cut(len(self.tokens) - count)
+            if not isinstance(count, SupportsIndex) or not 0 <= index(count) <= len(self.tokens):
+                raise InvalidRequest(f"rollback({count!r}): the session has {len(self.tokens)} tokens")
+            self._cut(len(self.tokens) - index(count))
 
     def _cut(self, length: int, logits: Tensor | None = None) -> None:
-        """Keep the first `length` tokens, and these logits of the last one."""
+        """Keep the first `length` tokens, in memory or not, and these logits of the last one."""
         if length >= len(self.tokens):
             return
-        with self._lane.lock:
-            for sink in self._sinks:
-                sink.lose(length, len(self.tokens))
+        if self._swapped is not None:
+            self._swapped = self._swapped.cut(length)
+        else:
             self.pages.rollback(len(self.tokens) - length)
-            del self.tokens[length:]
-            self._logits = logits
+        for sink in self._sinks:
+            sink.lose(length, len(self.tokens))
+        del self.tokens[length:]
+        self._logits = logits
 
     def quarantine(self, span: slice) -> None:
         """Remove tokens that nothing attended yet, the last ones. Exact: equal to a session that never saw them.
@@ -201,8 +202,7 @@ class Session:
                     "evict it, then repair"
                 )
             if start < stop:
-                with self._lane.lock:
-                    self._lane.prefill.forget(self.model, self.tokens[: start + 1], self.domain, keep=start)
+                self._lane.prefill.forget(self.model, self.tokens[: start + 1], self.domain, keep=start)
                 self._cut(start)
 
     def evict(self, span: slice) -> None:
@@ -216,39 +216,43 @@ class Session:
             if stop == len(self.tokens):
                 self._cut(start)
                 return
-            with self._lane.lock:
-                for sink in self._sinks:
-                    sink.lose(start, stop)
-                self.pages.evict(start, stop)
-                del self.tokens[start:stop]
+            self.pages.evict(start, stop)
+            for sink in self._sinks:
+                sink.lose(start, stop)
+            del self.tokens[start:stop]
 
     def repair(self) -> None:
         """Prefill again what attended something evicted. Exact: equal to a session that never saw it."""
         with self._verb_of("repair"):
             if not self.is_contaminated:
                 return
-            with self._lane.lock:
-                fresh = Context(model=self.model, domain=self.domain, tokens=self.tokens, pages=self.pages.clone())
-                fresh.pages.rollback(len(self.tokens) - self.clean)
-                try:
-                    self._logits = self._lane.extend(fresh, "prefill")
-                except BaseException:
-                    self._lane.prefill.drop(fresh)
-                    raise
-                self._lane.prefill.drop(self._context)
-                self._context.pages, self._context.lease = fresh.pages, fresh.lease
-                self._context.num_cached += fresh.num_cached
-                self._context.num_resumed += fresh.num_resumed
-                self._keep()
+            fresh = Context(model=self.model, domain=self.domain, tokens=self.tokens, pages=self.pages.clone())
+            fresh.pages.rollback(len(self.tokens) - self.clean)
+            try:
+                self._logits = self._lane.extend(fresh, "prefill")
+            except BaseException:
+                self._lane.prefill.drop(fresh)
+                raise
+            self._lane.prefill.drop(self._context)
+            self._context.pages, self._context.lease = fresh.pages, fresh.lease
+            self._context.num_cached += fresh.num_cached
+            self._context.num_resumed += fresh.num_resumed
+            for sink in self._sinks:
+                sink.logits = None  # of tokens that were contaminated
+            self._keep()
 
     def _bounds(self, verb: str, span: slice) -> tuple[int, int]:
-        start, stop = span.start or 0, len(self.tokens) if span.stop is None else span.stop
-        if span.step not in (None, 1) or not 0 <= start <= stop <= len(self.tokens):
-            raise InvalidRequest(
-                f"{verb}({span.start}, {span.stop}, {span.step}): the session has {len(self.tokens)} tokens, "
-                f"expected 0 <= start <= stop <= {len(self.tokens)} and no step"
-            )
-        return start, stop
+        count = len(self.tokens)
+        if isinstance(span, slice) and span.step in (None, 1):
+            start, stop = (0 if span.start is None else span.start), (count if span.stop is None else span.stop)
+            if all(isinstance(bound, SupportsIndex) for bound in (start, stop)):
+                start, stop = index(start), index(stop)
+                if 0 <= start <= stop <= count:
+                    return start, stop
+        raise InvalidRequest(
+            f"{verb}({span!r}): the session has {count} tokens, "
+            f"expected a slice with 0 <= start <= stop <= {count} and no step"
+        )
 
     # ---- forking
 
@@ -256,19 +260,19 @@ class Session:
         """An independent session with the same tokens; the pages are shared until one of them writes."""
         with self._verb_of("clone"):
             twin = Session(self._lane, self.model, self.domain)
-            with self._lane.lock:
-                twin._context.pages = self.pages.clone()
+            twin._context.pages = self.pages.clone()
             twin.tokens.extend(self.tokens)
             twin._logits = self._logits
+            twin._is_provisional = self._is_provisional or bool(self._sinks)
             return twin
 
     def continue_from(self, other: Session) -> None:
         """Take another session's tokens over, and what this model shares with its; this one is empty."""
         if self.tokens or other._lane is not self._lane:
             raise InvalidRequest("continue_from: expected an empty session, and another one of the same engine")
-        with self._verb_of("continue_from"), other._verb_of("continue_from"), self._lane.lock:
-            check_ids(other.tokens, self._lane.residency[self.model].config, 0)
-            self._context.tokens = list(other.tokens)
+        with self._verb_of("continue_from"), other._verb_of("continue_from"):
+            self._context.tokens = check_ids(other.tokens, self._lane.residency[self.model].config, 0)
+            self._is_provisional = other._is_provisional or bool(other._sinks)
             try:
                 self._logits = self._lane.extend(self._context, "prefill", other._context)
             except BaseException:
@@ -280,7 +284,8 @@ class Session:
     def provisional(self, *sinks: Sink) -> Iterator[Provisional]:
         """What is appended inside is kept by `promote` and dropped by `rollback`, or at the end; sinks decide with it.
 
-        Spans nest. Evicting tokens before or inside a span moves it along; what it holds reaches no cache before then.
+        Spans nest. Evicting tokens before or inside a span moves it along. What it holds reaches no cache before it is
+        promoted, and what clones and other sessions made of it never does.
         """
         with self._spans.open([_SessionSink(self), *sinks]) as span:
             yield span
@@ -289,7 +294,7 @@ class Session:
 
     def swap_out(self) -> int:
         """Move the pages to (pinned) host memory; bytes moved. The next verb that needs them brings them back."""
-        with self._verb_of("swap_out"), self._lane.lock:
+        with self._verb_of("swap_out"):
             self._swapped = self.pages.swap_out()
             self._lane.prefill.leave(self._context)
             self._account()
@@ -306,8 +311,8 @@ class Session:
 
     def save(self, path: str | Path) -> None:
         """Write tokens, keys, values and logits to a safetensors file, with what they are valid for."""
-        with self._verb_of("save"):
-            with self._lane.lock:
+        with self._alone("save"):
+            with self._in_lane("save"):
                 tokens, data, logits = list(self.tokens), self.pages.dump(), self._logits
                 key = self._lane.prefill.key(self.model, self.domain)
             write_session(Path(path), key, self.pages.layout, tokens, data, logits)
@@ -320,16 +325,15 @@ class Session:
             config = self._lane.residency[self.model].config
             key = self._lane.prefill.key(self.model, self.domain)
             saved = read_session(Path(path), key, self.pages.layout, config.vocab_size)
-            check_ids(saved.tokens, config, 0)
-            with self._lane.lock:
-                self.pages.load(saved.data, len(saved.tokens))
-                try:
-                    self.tokens.extend(saved.tokens)
-                    self._logits = saved.logits
-                    self._keep()
-                except BaseException:
-                    self._drop()
-                    raise
+            tokens = check_ids(saved.tokens, config, 0)
+            self.pages.load(saved.data, len(tokens))
+            try:
+                self.tokens.extend(tokens)
+                self._logits = saved.logits
+                self._keep()
+            except BaseException:
+                self._drop()
+                raise
 
     def receipt(self) -> dict[str, str]:
         """What decided the bits, and up to where they are those of a fresh run."""
@@ -343,8 +347,7 @@ class Session:
     def close(self) -> None:
         """Give the pages back; what is clean stays in the prefix cache."""
         with self._alone("close"), self._lane.lock:
-            is_there = self._swapped is None and not self._forgotten and not self._lane.is_closed
-            if is_there and self.model in self._lane.residency.hosted:
+            if self._swapped is None and not self._forgotten and not self._lane.is_closed:
                 self._keep()
             self._drop()
 
@@ -362,11 +365,6 @@ class Session:
         for sink in self._sinks:
             sink.lose(0, sink.start)
 
-    def _check_there(self, verb: str) -> None:
-        self._lane.check_open()
-        if self._forgotten:
-            raise Forgotten(f"{verb}: {self._forgotten}")
-
     @contextmanager
     def _alone(self, verb: str) -> Iterator[None]:
         if not self._verb.acquire(blocking=False):
@@ -377,15 +375,21 @@ class Session:
             self._verb.release()
 
     @contextmanager
-    def _verb_of(self, name: str) -> Iterator[None]:
-        """One verb at a time, on pages that are in memory."""
-        with self._alone(name):
-            self._check_there(name)
+    def _in_lane(self, verb: str) -> Iterator[None]:
+        """With the lane's lock, on a session that was not forgotten, its pages in memory."""
+        with self._lane.lock:
+            self._lane.check_open()
+            if self._forgotten:
+                raise Forgotten(f"{verb}: {self._forgotten}")
             if self._swapped is not None:
-                with self._lane.lock:
-                    self.pages.swap_in(self._swapped)
-                    self._swapped = None
-                    self._account()
+                self.pages.swap_in(self._swapped)
+                self._swapped = None
+                self._account()
+            yield
+
+    @contextmanager
+    def _verb_of(self, name: str) -> Iterator[None]:
+        with self._alone(name), self._in_lane(name):
             yield
 
     def __enter__(self) -> Session:
@@ -416,11 +420,11 @@ class _SessionSink:
         self.start -= min(max(self.start - start, 0), stop - start)
 
     def prepare(self, epoch: int, kept: int | None) -> None:
-        self.session._check_there("promote")
-        count = len(self.session) - self.start
-        if kept is not None and kept > count:
-            raise InvalidRequest(f"promote: {kept} tokens to keep, the span has {count}")
-        self.stop = self.start + (count if kept is None else kept)
+        with self.session._in_lane("promote"):
+            count = len(self.session) - self.start
+            if kept is not None and kept > count:
+                raise InvalidRequest(f"promote: {kept} tokens to keep, the span has {count}")
+            self.stop = self.start + (count if kept is None else kept)
 
     def commit(self, epoch: int) -> None:
         self._cut(self.stop)
@@ -429,27 +433,39 @@ class _SessionSink:
         self._cut(self.start)
 
     def _cut(self, length: int) -> None:
-        if length < len(self.session):
-            with self.session._verb_of("promote or rollback"):
+        """Whatever verb runs, and wherever the pages are: what cannot be cut is given up."""
+        with self.session._lane.lock:
+            try:
                 self.session._cut(length, self.logits if length == self.start else None)
+            except BaseException:
+                self.session.forget("a provisional span could not be rolled back")
+                raise
 
     def close(self, epoch: int) -> None:
-        self.session._sinks.remove(self)
-        if self.session.tokens and not self.session._lane.is_closed:
-            with self.session._lane.lock:
-                self.session._keep()
+        session = self.session
+        with session._lane.lock:
+            session._sinks.remove(self)
+            if session.tokens and session._swapped is None and not session._lane.is_closed:
+                session._keep()
 
 
-def check_ids(ids: Seq[int], config: ModelConfig, already: int, num_new: int = 0) -> None:
-    """Refuse an empty prompt, ids outside the vocabulary, and more tokens than the context holds."""
-    if not ids:
+def check_ids(ids: Iterable[int], config: ModelConfig, already: int, num_new: int = 0) -> list[int]:
+    """The ids as a list; refuse an empty prompt, ids outside the vocabulary, and more than the context holds."""
+    if isinstance(ids, (str, bytes, Mapping, Set)) or not isinstance(ids, Iterable):
+        raise InvalidRequest(f"the prompt is {ids!r}, expected a sequence of token ids")
+    tokens = list(ids)
+    if not tokens:
         raise InvalidRequest("the prompt is empty: expected at least one token")
-    for i, token in enumerate(ids):
-        if not isinstance(token, int) or not 0 <= token < config.vocab_size:
+    for i, token in enumerate(tokens):
+        if type(token) is not int:
+            with suppress(TypeError):
+                tokens[i] = index(token)
+        if isinstance(token, bool) or type(tokens[i]) is not int or not 0 <= tokens[i] < config.vocab_size:
             raise InvalidRequest(f"token {i} of the prompt is {token!r}, expected an id in 0..{config.vocab_size - 1}")
-    total = already + len(ids) + num_new
+    total = already + len(tokens) + num_new
     if total > config.max_context:
         raise PromptTooLong(
-            f"{already + len(ids)} prompt tokens and {num_new} new ones make {total}, "
+            f"{already + len(tokens)} prompt tokens and {num_new} new ones make {total}, "
             f"the model's context is {config.max_context}"
         )
+    return tokens

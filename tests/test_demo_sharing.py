@@ -18,7 +18,8 @@ pytestmark = pytest.mark.demo_model
 LAYERS, SHARED = 30, 24  # of the siblings' layers, the lower 24 are the model's
 NUM_NEW = 64
 STORY = (
-    "Continue this story. The lighthouse keeper wrote down the weather every evening: wind from the north, rain at noon, a red sky. "
+    "Continue this story. The lighthouse keeper wrote down the weather every evening: wind from the north, rain at "
+    "noon, a red sky. "
     "One night a ship did not answer his lamp, and in the morning he found a letter on the rocks. It said that "
     "the captain had been looking for an island that is on no map, where seven trees stand in a circle around a "
     "well, and that whoever drinks from it remembers what has not happened yet. The keeper folded the letter, put out "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from polymodel.engine import Output
 from polymodel.errors import Forgotten, InvalidRequest, KVFull, NonFiniteLogits
 from polymodel.events import token_layers
 from polymodel.kv import PageList, check_lists
+from polymodel.prefill import Prefill
+from polymodel.prefix import PrefixCache
+from polymodel.sequence import Context
 from polymodel.sequence import Sequence as Request
 from polymodel.session import Session
 
@@ -276,6 +279,20 @@ def test_followers_go_on_alone_if_their_leader_fails(engine: Engine, uncached: E
     assert follower.num_cached == 64 and follower.num_token_layers == LAYERS * (282 - 64)
 
 
+def test_many_that_wait_cost_a_look_each(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [submit(engine, "m", IDS[:300], max_new_tokens=1) for _ in range(40)]
+    engine.lane.turn()
+    looks = []
+    peek = PrefixCache.peek
+    monkeypatch.setattr(PrefixCache, "peek", lambda *args: looks.append(1) or peek(*args))
+    engine.lane.turn()
+    assert len(looks) <= 40
+    looks.clear()
+    engine.run()
+    assert all(len(r.output) == 1 for r in requests) and len({tuple(r.output) for r in requests}) == 1
+    assert len(looks) < 6 * 40
+
+
 def test_a_short_common_beginning_is_not_waited_for(engine: Engine) -> None:
     requests = [submit(engine, "m", IDS[:31] + IDS[100 * i : 100 * i + 40]) for i in (1, 2)]
     engine.lane.turn()
@@ -420,6 +437,67 @@ def test_states_given_up_midway_mean_a_whole_prefill(engine: Engine, uncached: E
     assert request.num_resumed == 96 and request.num_token_layers == 96 + (300 - 96) * LAYERS
 
 
+def test_a_session_that_resumed_is_a_session_like_any_other(engine: Engine, uncached: Engine) -> None:
+    """What it took over once is not looked for again after a cut."""
+    one = engine.session("m")
+    one.append(IDS[:200])
+    cuts: list[Callable[[Session], Any]] = [
+        lambda s: s.rollback(150),
+        lambda s: s.quarantine(slice(70, None)),
+        lambda s: s.evict(slice(60, None)),
+    ]
+    for prefix, cut in itertools.product((None, one), cuts):
+        engine.prefixes.forget(engine.lane.prefill.key("high", "default"), IDS[:1])
+        engine.lane.prefill.keep(one._context)  # quarantine struck it out for all models
+        session = engine.session("high", prefix=prefix)
+        if prefix is None:
+            session.append(IDS[:200])
+        assert session.num_resumed == 200
+        cut(session)
+        length = len(session)
+        assert_equal(session, fresh(uncached, "high", IDS[:length]))
+        session.append(IDS[300:340])
+        assert_equal(session, fresh(uncached, "high", IDS[:length] + IDS[300:340]))
+        session.step()
+        session.close()
+
+
+def test_states_given_up_for_the_next_prompt_of_a_chunk_mean_a_whole_prefill(
+    engine: Engine, uncached: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for start in (0, 100):
+        run(engine, "m", IDS[start : start + 40])
+    begin = Prefill.begin
+
+    def drop(self: Prefill, context: Context) -> None:
+        if not context.pages.length and context.tokens[0] == IDS[100]:
+            engine.arena.drop_states()
+        begin(self, context)
+
+    monkeypatch.setattr(Prefill, "begin", drop)
+    requests = [submit(engine, "high", IDS[start : start + 40]) for start in (0, 100)]
+    engine.run()
+    assert [r.output for r in requests] == [run(uncached, "high", IDS[s : s + 40]).tokens for s in (0, 100)]
+    assert [r.num_resumed for r in requests] == [0, 0]
+
+
+def test_a_prompt_interrupted_before_its_first_token_goes_on(
+    engine: Engine, uncached: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = submit(engine, "m", IDS[:64])
+    with monkeypatch.context() as patch:
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr("polymodel.prefill.greedy", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.lane.turn()
+    assert len(request.pages) == 64 and not request.output
+    engine.run()
+    assert request.output == run(uncached, "m", IDS[:64]).tokens
+
+
 def test_states_are_given_up_before_prefixes(path: Path) -> None:
     with Engine(kv_budget="12MiB", config=EngineConfig(prefix_budget=1 << 40)) as engine:
         engine.add("m", path)
@@ -440,7 +518,7 @@ def test_states_are_given_up_before_prefixes(path: Path) -> None:
 
 
 def test_resuming_is_tried_once_and_is_off_where_it_changes_bits(
-    engine: Engine, uncached: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, uncached: Engine, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(engine, "m", IDS[:100])
     before = PageList.take_band
@@ -459,8 +537,15 @@ def test_resuming_is_tried_once_and_is_off_where_it_changes_bits(
         assert out.metrics.num_resumed_tokens == 0
         assert out.tokens == run(uncached, "high", IDS[:100]).tokens
     assert len(engine.events.of("prove")) == 1
+    assert engine.lane.prefill.why_off("high", 2) == "resuming at layer 2 changes bits on this machine"
+    assert not engine.lane.prefill.why_off("low", 1)
     assert "2 with m (off: resuming at layer 2 changes bits on this machine)" in engine.table().rows[3]["shares"]
     assert "(off: " in str(engine.table())
+    monkeypatch.undo()
+    engine.remove("high")
+    engine.add("high", sibling(path, 2))  # tried anew
+    run(engine, "m", IDS[200:300])
+    assert cost(run(engine, "high", IDS[200:300]))[1] == 100
 
 
 def test_a_deeper_sibling_resumes_above_all_layers_of_the_shallow_one(path: Path, tmp_path: Path) -> None:
@@ -525,11 +610,41 @@ def test_a_prefix_opened_to_all_stays_whatever_else_is_cached(path: Path) -> Non
         assert_sound(engine)
 
 
-@pytest.mark.parametrize("domain", ["", "*"])
-def test_a_domain_has_a_name_of_its_own(engine: Engine, domain: str) -> None:
-    for act in (engine.session, lambda m, domain: engine.generate(m, "x", domain=domain)):
+@pytest.mark.parametrize("domain", ["", "*", 5, b"a", ["a"]])
+def test_a_domain_has_a_name_of_its_own(engine: Engine, domain: Any) -> None:
+    acts: list[Callable[[], Any]] = [
+        lambda: engine.session("m", domain=domain),
+        lambda: engine.generate("m", "x", domain=domain),
+        lambda: engine.warm("m", "x", domain=domain),
+        lambda: engine.drop_domain(domain),
+        lambda: engine.forget("m", "x", domain=domain if domain != "*" else ""),
+    ]
+    for act in acts:
         with pytest.raises(InvalidRequest, match="expected a name"):
-            act("m", domain=domain)
+            act()
+    with pytest.raises(InvalidRequest, match="expected a session"):
+        engine.session("m", prefix=domain)
+
+
+def test_public_prefixes_stay_when_others_are_forgotten(engine: Engine) -> None:
+    for ids in (IDS[:150], IDS[:100], IDS[200:260]):
+        engine.share_prefix("m", prompt_ids=ids)
+    assert engine.forget("m", prompt_ids=IDS[:120], domain="*") == 50
+    assert cost(run(engine, "m", IDS[:150], domain="x"))[0] == 100
+    engine.prefixes.reclaim(engine.residency["m"].layout, 1 << 20)
+    assert cost(run(engine, "m", IDS[:150], domain="y"))[0] == 100  # leased again
+    assert engine.forget("m", prompt_ids=IDS[:100], domain="*") == 100
+    assert cost(run(engine, "m", IDS[200:260], domain="y"))[0] == 59
+
+
+def test_a_prefix_that_cannot_be_opened_leaves_no_lease(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.share_prefix("m", prompt_ids=IDS[:100])
+    with monkeypatch.context() as patch:
+        patch.setattr("polymodel.prefill.forward", lambda *_: 1 / 0)
+        for act in (engine.share_prefix, engine.warm):
+            with pytest.raises(ZeroDivisionError):
+                act("m", prompt_ids=IDS[:150])
+    assert engine.prefixes.stats.leases == 1
 
 
 def test_dropping_a_domain_ends_what_lives_in_it_and_frees_its_pages(engine: Engine) -> None:
@@ -708,6 +823,39 @@ def test_sessions_left_to_the_collector_give_their_pages_back(engine: Engine) ->
     engine.lane.turn()
     assert engine.ledger.total("host_kv") == 0
     assert engine.arena.num_pages_used == engine.prefixes.num_pages + len(set(engine.arena.attached))
+
+
+def test_two_names_of_one_open_checkpoint(path: Path) -> None:
+    """The file stays open for the one that is left."""
+    with Engine(kv_budget="24MiB") as engine:
+        checkpoint = open_checkpoint(path)
+        engine.add("a", checkpoint)
+        engine.add("b", checkpoint)
+        expected = run(engine, "a", IDS[:20]).tokens
+        engine.remove("a")
+        engine.unload("b")
+        assert run(engine, "b", IDS[:20]).tokens == expected
+
+
+def test_a_request_cancelled_in_the_midst_of_a_forward_ends_after_it(
+    engine: Engine, uncached: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the collector does with a stream that nobody reads any more."""
+    requests = [submit(engine, "m", IDS[:20]), submit(engine, "m", IDS[40:60])]
+    from polymodel import model
+
+    attention = model._attention
+
+    def cancel(*args: Any) -> Any:
+        engine.lane.cancel(requests[0])
+        return attention(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "_attention", cancel)
+        engine.lane.turn()
+    assert requests[0].finish_reason == "cancelled"
+    engine.run()
+    assert requests[1].output == run(uncached, "m", IDS[40:60]).tokens
 
 
 def test_requests_from_many_threads(engine: Engine, uncached: Engine) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -315,7 +316,7 @@ def test_a_contaminated_session_rolls_back_exactly_and_says_when_logits_are_gone
 @pytest.mark.parametrize("span", [slice(-1, 3), slice(3, 2), slice(0, 151), slice(151, None), slice(0, 9, 2)])
 def test_a_bad_span_is_refused_with_the_bounds(engine: Engine, verb: str, span: slice) -> None:
     session = fresh(engine, IDS)
-    with pytest.raises(InvalidRequest, match=rf"{verb}\(.*\): the session has 150 tokens, expected 0 <= start"):
+    with pytest.raises(InvalidRequest, match=rf"{verb}\(.*\): the session has 150 tokens, expected a slice with 0"):
         getattr(session, verb)(span)
     assert_equal(session, fresh(engine, IDS))
 
@@ -497,6 +498,93 @@ def test_a_session_closed_inside_a_span_ends_it(engine: Engine) -> None:
     assert_equal(session, fresh(engine, IDS[:60]))
 
 
+def test_repairing_inside_a_span_voids_the_logits_before_it(engine: Engine) -> None:
+    session = fresh(engine, IDS[:20])
+    session.evict(slice(3, 6))
+    with session.provisional():
+        session.repair()
+        session.append(IDS[50:60])
+    assert not session.is_contaminated
+    assert_equal(session, fresh(engine, IDS[:3] + IDS[6:20]))
+
+
+def test_a_span_rolls_back_wherever_the_pages_are_and_whatever_else_goes_on(path: Path) -> None:
+    with Engine(kv_budget="8MiB") as engine:
+        engine.add("m", path)
+        session = fresh(engine, IDS[:20])
+        with session.provisional():
+            session.append(IDS[20:120])
+            session.swap_out()
+            fillers = []
+            while engine.arena.num_free(session.pages.layout):
+                fillers.append(engine.session("m", domain="other"))
+                fillers[-1].append([3])
+        assert session.is_swapped_out and len(session) == 20
+        for filler in fillers:
+            filler.close()
+        engine.prefixes.clear()
+        session.swap_in()
+        with Engine(kv_budget="16MiB") as alone:
+            alone.add("m", path)
+            assert_equal(session, fresh(alone, IDS[:20]))
+        with session.provisional(), session._alone("another thread's verb"):
+            session._verb.release()
+            session.append(IDS[20:120])
+            session._verb.acquire()
+        assert len(session) == 20 and engine.prefixes.num_tokens == 20
+        with session.provisional():
+            session.append(IDS[20:120])
+            session.swap_out()
+            assert session._swapped is not None
+            session._swapped.data[0, 0, 5] ^= 1
+            with pytest.raises(CorruptSession):
+                raise_from_exit(session)
+        with pytest.raises(Forgotten, match="a provisional span could not be rolled back"):
+            session.step()
+        session = fresh(engine, IDS[:20])
+        with session.provisional():
+            session.append(IDS[20:120])
+            engine.close()
+        assert len(session) == len(session.pages) == 20
+
+
+def raise_from_exit(session: Session) -> None:
+    """Decide the innermost span as leaving its block would."""
+    session._spans._open[-1].rollback()
+
+
+def test_what_is_made_of_provisional_tokens_reaches_no_cache(path: Path) -> None:
+    with Engine(kv_budget="16MiB") as engine:
+        engine.add("m", path)
+        engine.add("twin", path)
+        session = fresh(engine, IDS[:20])
+        with session.provisional():
+            session.append(IDS[20:60])
+            for made in (session.clone(), engine.session("twin", prefix=session), session.clone().clone()):
+                made.append(IDS[60:100])
+                made.close()
+        assert engine.prefixes.num_tokens == 20
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("count", [64, 65, 100])
+def test_a_forward_that_fails_while_logits_come_back_loses_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException
+) -> None:
+    session = fresh(engine, IDS)
+    session.rollback(150 - count)
+    with monkeypatch.context() as patch:
+
+        def fail(*_: Any) -> None:
+            raise error
+
+        patch.setattr("polymodel.prefill.forward", fail)
+        for act in (session.step, lambda: session.logits, lambda: session.append(IDS[:200])):
+            with pytest.raises(type(error)):
+                act()
+    assert_equal(session, fresh(engine, IDS[:count]))
+
+
 def test_what_is_provisional_reaches_no_cache(path: Path) -> None:
     with Engine(kv_budget="16MiB") as engine:
         engine.add("m", path)
@@ -644,6 +732,43 @@ def test_a_file_of_another_model_domain_or_thread_count_is_refused(engine: Engin
     engine.remove("other")
 
 
+@pytest.mark.parametrize(
+    ("verb", "argument"),
+    [
+        ("rollback", 1.5),
+        ("rollback", 2.0),
+        ("rollback", "1"),
+        ("evict", 5),
+        ("evict", slice(1.5, None)),
+        ("evict", slice("a", 3)),
+        ("quarantine", (1, 2)),
+        ("append", 7),
+        ("append", "abc"),
+        ("append", {3}),
+        ("append", {3: 4}),
+        ("append", [True]),
+        ("append", [2.0]),
+        ("append", [None]),
+        ("append", torch.tensor([1.5])),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_and_change_nothing(engine: Engine, verb: str, argument: Any) -> None:
+    session = fresh(engine, IDS[:70])
+    with pytest.raises(InvalidRequest):
+        getattr(session, verb)(argument)
+    assert_equal(session, fresh(engine, IDS[:70]))
+
+
+def test_numbers_of_other_libraries_are_numbers(engine: Engine) -> None:
+    for ids in (torch.tensor(IDS[:70]), np.array(IDS[:70], dtype=np.int16), tuple(IDS[:70]), iter(IDS[:70])):
+        session = engine.session("m")
+        session.append(ids)  # type: ignore[arg-type]
+        session.rollback(np.int64(3))  # type: ignore[arg-type]
+        session.evict(slice(np.int32(60), None))
+        assert_equal(session, fresh(engine, IDS[:60]))
+        assert all(type(token) is int for token in session.tokens)
+
+
 # ---- one verb at a time ----------------------------------------------------------------------------------
 
 
@@ -690,21 +815,79 @@ def test_verbs_after_the_engine_is_closed(path: Path) -> None:
     session.close()
 
 
-def test_a_session_whose_model_is_gone_can_be_closed(path: Path) -> None:
+def test_removing_a_model_ends_its_sessions_and_another_of_its_name_has_nothing_of_it(
+    path: Path, tmp_path: Path
+) -> None:
+    """Neither the old pages under the new weights, nor the old pages in the new model's cache."""
+    other = write_tokenizer(write_tiny(tmp_path / "qwen3", "qwen3"))
     with Engine(kv_budget="16MiB") as engine:
         engine.add("m", path)
-        engine.add("twin", path)
-        session, kept = fresh(engine, IDS[:100]), engine.session("twin")
-        kept.append(IDS[:100])
-        engine.remove("m")
-        with pytest.raises(UnknownModel):
-            session.step()
-        assert engine.forget("twin", prompt_ids=IDS[:50]) == 100
-        for one in (session, kept):
-            with pytest.raises(Forgotten):
-                one.step()
-            one.close()
-        assert engine.arena.num_pages_used == 0
+        session, closed = fresh(engine, IDS[:100]), fresh(engine, IDS[:90])
+        with session.provisional() as span:
+            session.append(IDS[100:110])
+            engine.remove("m")
+        assert span.outcome == "rolled back"
+        for source in (path, perturbed(open_checkpoint(path), 1, 0), other):
+            engine.add("m", source)
+            with pytest.raises(Forgotten, match="step: the model 'm' was removed"):
+                session.step()
+            session.close()
+            closed.close()
+            with Engine(kv_budget="16MiB", config=EngineConfig(prefix_cache=False)) as alone:
+                alone.add("m", source)
+                expected = alone.generate("m", prompt_ids=IDS[:100], max_new_tokens=5).tokens
+                engine.residency.check()
+            if source is path:
+                engine.prefixes.clear()
+            out = engine.generate("m", prompt_ids=IDS[:100], max_new_tokens=5)
+            assert out.tokens == expected and out.metrics.num_cached_tokens == 0
+            engine.remove("m")
+
+
+@pytest.mark.parametrize("verb", ["append", "step", "rollback", "evict", "quarantine", "repair", "clone", "swap_out"])
+def test_verbs_against_whatever_forgets_ends_in_typed_errors_alone(path: Path, verb: str) -> None:
+    """Threads act on a session while another one forgets its domain, again and again."""
+    acts: dict[str, Callable[[Session], Any]] = {
+        "append": lambda s: s.append(IDS[:3]),
+        "step": Session.step,
+        "rollback": lambda s: s.rollback(2),
+        "evict": lambda s: s.evict(slice(2, 4)),
+        "quarantine": lambda s: s.quarantine(slice(len(s) - 1, None)),
+        "repair": Session.repair,
+        "clone": Session.clone,
+        "swap_out": Session.swap_out,
+    }
+    with Engine(kv_budget="16MiB") as engine:
+        engine.add("m", path)
+        errors: list[BaseException] = []
+        for _ in range(8):
+            session = engine.session("m", domain="a")
+            session.append(IDS[:40])
+            begun = threading.Event()
+
+            def act(session: Session = session, begun: threading.Event = begun) -> None:
+                begun.set()
+                try:
+                    for _ in range(6):
+                        acts[verb](session)
+                except (Forgotten, InvalidRequest, Contaminated):
+                    pass
+                except BaseException as error:
+                    errors.append(error)
+
+            thread = threading.Thread(target=act)
+            thread.start()
+            begun.wait()
+            engine.drop_domain("a")
+            thread.join()
+            session.close()
+        assert not errors
+        engine.lane.turn()
+        engine.prefixes.clear()
+        for left in list(engine.lane.sessions):
+            left.close()
+        assert engine.arena.num_pages_used == 0 and engine.ledger.total("host_kv") == 0
+        engine.arena.check()
 
 
 # ---- going on from another session -----------------------------------------------------------------------
