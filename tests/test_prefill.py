@@ -747,7 +747,7 @@ ASKS = st.lists(
 tokens_alone: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asks=ASKS, chunk=st.sampled_from([20, 64, 512]), states=st.booleans())
 def test_nothing_that_is_shared_changes_a_token(
     path: Path, uncached: Engine, asks: list[Ask], chunk: int, states: bool
