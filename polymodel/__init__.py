@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from polymodel.config import EngineConfig as EngineConfig
     from polymodel.engine import Engine as Engine
     from polymodel.engine import Output as Output
+    from polymodel.session import Session as Session
     from polymodel.share import Verdict as Verdict
     from polymodel.share import can_share as can_share
 
@@ -16,11 +17,12 @@ __version__ = "0.1.0"
 _HOME = {
     "Engine": "engine",
     "Output": "engine",
+    "Session": "session",
     "EngineConfig": "config",
     "Verdict": "share",
     "can_share": "share",
 }
-__all__ = ["Engine", "EngineConfig", "Output", "Verdict", "can_share", "errors"]
+__all__ = ["Engine", "EngineConfig", "Output", "Session", "Verdict", "can_share", "errors"]
 
 
 def __getattr__(name: str) -> Any:

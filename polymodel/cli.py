@@ -213,7 +213,7 @@ def selfcheck(
     model: Annotated[str | None, typer.Argument(help="Path or name; without it, a small random model.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the promises on this machine: budget, one decode at a time, equal bits, lossless drafting."""
+    """Check the promises here: budget, one decode at a time, equal bits, sharing, lossless drafting, reloading."""
     from polymodel.selfcheck import selfcheck as run_checks
 
     checks = []

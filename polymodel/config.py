@@ -133,6 +133,9 @@ class EngineConfig:
     prefix_flight: int = 32  # a prompt waits for another one's prefill if that saves at least so many tokens
 
     def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name not in ("multi_model", "prefix_cache", "prefix_eviction") and not isinstance(value, int | None):
+                raise InvalidRequest(f"EngineConfig.{name} must be an integer, got {value!r}")
         if self.prefix_eviction not in EVICTIONS:
             raise InvalidRequest(
                 f"EngineConfig.prefix_eviction={self.prefix_eviction!r}, expected one of {', '.join(EVICTIONS)}"

@@ -68,7 +68,10 @@ class Engine:
         budget: bytes of weights in memory, a number or a string such as "2GiB".
         kv_budget: bytes of KV pages, reserved when the engine starts.
         config: everything else; budget and kv_budget given here stand over it. POLYMODEL=off in the environment
-            turns multi_model off: the same outputs, without drafting.
+            turns multi_model off: the same outputs, without drafting or sharing between models.
+
+    `table()` shows the models; `prefixes.stats` what the prefix cache holds and did; `ledger.of(kind)` bytes by owner,
+    of "weights", "kv", "band_states" and "host_kv"; `events` what happened when.
     """
 
     def __init__(
@@ -198,7 +201,8 @@ class Engine:
         """Queue a request; `wait`, `output` and `run` bring it on.
 
         Exactly one of prompt (plain text: special tokens in it are text), prompt_ids and messages (through the
-        model's chat template). draft: another hosted model of the same vocabulary, None, or "auto". domain: whose
+        model's chat template). draft: another hosted model of the same vocabulary, None, or "auto", which does not
+        draft in this version. domain: whose
         request it is; nothing cached passes from one domain to another. A front sets it from its caller's credentials.
         """
         self.lane.check_open()
@@ -307,12 +311,20 @@ class Engine:
 
     # ---- prefixes
 
-    def share_prefix(self, model: str, prompt: str | None = None, **options: Any) -> int:
-        """Open a prefix to all domains and keep it cached; its tokens. Options: prompt_ids or messages instead.
+    def share_prefix(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        prompt_ids: Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, str]] | None = None,
+    ) -> int:
+        """Open a prefix to all domains and keep it cached; its tokens.
 
         It stays until `forget` with domain="*". Only what an operator declares passes between domains.
         """
-        ids = self._ids(model, prompt, **options)
+        ids = self._prefix_ids(model, prompt, prompt_ids, messages)
+        self._check_cache("share_prefix")
         with self.lane.lock:
             context = Context(model=model, domain=PUBLIC_DOMAIN, tokens=ids, pages=self.lane.prefill.new_pages(model))
             try:
@@ -325,9 +337,18 @@ class Engine:
             self._public.append(context)  # with its lease
         return len(ids)
 
-    def warm(self, model: str, prompt: str | None = None, *, domain: str = DEFAULT_DOMAIN, **options: Any) -> int:
+    def warm(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        prompt_ids: Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        domain: str = DEFAULT_DOMAIN,
+    ) -> int:
         """Prefill a prompt that may be asked for, and cache it as the first to go; its tokens."""
-        ids = self._ids(model, prompt, **options)
+        ids = self._prefix_ids(model, prompt, prompt_ids, messages, is_asked=True)
+        self._check_cache("warm")
         with self.lane.lock:
             pages = self.lane.prefill.new_pages(model)
             context = Context(model=model, domain=check_domain(domain), tokens=ids, pages=pages)
@@ -338,16 +359,46 @@ class Engine:
                 self.lane.prefill.drop(context)
         return len(ids)
 
-    def forget(self, model: str, prompt: str | None = None, *, domain: str = DEFAULT_DOMAIN, **options: Any) -> int:
+    def forget(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        prompt_ids: Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        domain: str = DEFAULT_DOMAIN,
+    ) -> int:
         """Strike a prefix out of the cache, and whatever begins with it, cached or live; cached tokens freed.
 
         It holds for all models of this vocabulary. Requests fail with Forgotten, and so do the later verbs of sessions.
+        Tokens are compared, not characters: a text that ends within a token of what is cached is not its prefix.
         """
-        ids = self._ids(model, prompt, **options)
+        ids = self._prefix_ids(model, prompt, prompt_ids, messages)
         if domain != PUBLIC_DOMAIN:
             return self.lane.forget(model, ids, check_domain(domain))
         with self.lane.lock:
             return self._forget_public(model, ids)
+
+    def drop_domain(self, domain: str) -> int:
+        """Free what is cached for a domain, and end its requests and sessions; cached tokens freed."""
+        return self.lane.drop_domain(check_domain(domain))
+
+    def _check_cache(self, verb: str) -> None:
+        if not self.config.prefix_cache:
+            raise InvalidRequest(f"{verb}: nothing is cached with EngineConfig.prefix_cache=False")
+
+    def _prefix_ids(
+        self,
+        model: str,
+        prompt: str | None,
+        prompt_ids: Sequence[int] | None,
+        messages: Sequence[Mapping[str, str]] | None,
+        is_asked: bool = False,
+    ) -> list[int]:
+        """The tokens of a prefix; is_asked: with the header of the answer, as the request itself will have it."""
+        self.lane.check_open()
+        hosted = self.residency[model]
+        return check_ids(_prompt_ids(hosted, prompt, prompt_ids, messages, is_asked), hosted.config, 0)
 
     def _forget_public(self, model: str, ids: list[int]) -> int:
         """Other public prefixes stay, with leases on what is left of their edges."""
@@ -364,23 +415,6 @@ class Engine:
         for context in self._public:
             lane.prefill.hold(context)
         return freed
-
-    def drop_domain(self, domain: str) -> int:
-        """Free what is cached for a domain, and end its requests and sessions; cached tokens freed."""
-        return self.lane.drop_domain(check_domain(domain))
-
-    def _ids(
-        self,
-        model: str,
-        prompt: str | None,
-        *,
-        prompt_ids: Sequence[int] | None = None,
-        messages: Sequence[Mapping[str, str]] | None = None,
-    ) -> list[int]:
-        self.lane.check_open()
-        hosted = self.residency[model]
-        ids = _prompt_ids(hosted, prompt, prompt_ids, messages)
-        return check_ids(ids, hosted.config, 0)
 
     # ---- what there is
 
@@ -534,7 +568,9 @@ def _prompt_ids(
     prompt: str | None,
     prompt_ids: Sequence[int] | None,
     messages: Sequence[Mapping[str, str]] | None,
+    is_asked: bool = True,
 ) -> Sequence[int]:
+    """is_asked: of messages, with the header of the answer."""
     given = [
         name
         for name, value in (("prompt", prompt), ("prompt_ids", prompt_ids), ("messages", messages))
@@ -545,8 +581,9 @@ def _prompt_ids(
     if prompt_ids is not None:
         return prompt_ids
     if messages is not None:
-        return hosted.tokenizer.apply_chat_template(messages)
-    assert prompt is not None
+        return hosted.tokenizer.apply_chat_template(messages, add_generation_prompt=is_asked)
+    if not isinstance(prompt, str):
+        raise InvalidRequest(f"the prompt is {prompt!r}, expected text; token ids are given as prompt_ids")
     return hosted.tokenizer.encode(prompt)
 
 

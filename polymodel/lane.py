@@ -38,7 +38,7 @@ class Holder(Protocol):
     def domain(self) -> str: ...
     @property
     def tokens(self) -> list[int]: ...
-    def forget(self, why: str) -> None: ...
+    def strike(self, why: str) -> None: ...
 
 
 class Lane:
@@ -120,7 +120,7 @@ class Lane:
             vocabulary = self.vocabulary(name)
             for one in self._holders(domain):
                 if one.tokens[: len(tokens)] == tokens and self.vocabulary(one.model) in ("", vocabulary):
-                    one.forget(f"its first {len(tokens)} tokens were forgotten")
+                    one.strike(f"its first {len(tokens)} tokens were forgotten")
             self._drop_finished()
             return self.prefill.forget(name, tokens, domain, keep)
 
@@ -128,7 +128,7 @@ class Lane:
         """Free what is cached for a domain, and end its requests and sessions; cached tokens."""
         with self.lock:
             for one in self._holders(domain):
-                one.forget(f"the domain {domain!r} was dropped")
+                one.strike(f"the domain {domain!r} was dropped")
             self._drop_finished()
             return self.prefill.cache.drop(domain)
 
@@ -146,7 +146,7 @@ class Lane:
                     request.drop_drafter()
             for session in list(self.sessions):
                 if session.model == name:
-                    session.forget(f"the model {name!r} was removed")
+                    session.strike(f"the model {name!r} was removed")
 
     def _holders(self, domain: str) -> list[Holder]:
         everyone: list[Holder] = [*self.live, *self.sessions]

@@ -12,6 +12,7 @@ from polymodel.errors import InvalidRequest
 
 T = TypeVar("T")
 Outcome = Literal["open", "promoted", "rolled back"]
+SINK_PARTS = ("open", "prepare", "commit", "rollback", "close")
 
 
 class Sink(Protocol):

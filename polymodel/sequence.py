@@ -126,7 +126,7 @@ class Sequence(Context):
         if self.draft_pages is not None:
             self.draft_pages.free()
 
-    def forget(self, why: str) -> None:
+    def strike(self, why: str) -> None:
         self.finish("error", Forgotten(why))
 
     def finish(self, reason: str, error: BaseException | None = None) -> None:

@@ -18,7 +18,7 @@ from polymodel.errors import Busy, Contaminated, Forgotten, InvalidRequest, Prom
 from polymodel.events import Kind
 from polymodel.kv import PageList, Swapped
 from polymodel.lane import Lane
-from polymodel.provisional import Provisional, Sink, Spans
+from polymodel.provisional import SINK_PARTS, Provisional, Sink, Spans
 from polymodel.sample import greedy_one
 from polymodel.sequence import Context
 from polymodel.session_file import read_session, write_session
@@ -121,7 +121,7 @@ class Session:
     def step(self) -> int:
         """Append the greedy next token and return it."""
         with self._verb_of("step"):
-            return self._step()
+            return self._step("step")
 
     def generate(self, max_new_tokens: int) -> list[int]:
         """The next greedy tokens, up to a stop token or the limit; all of them end up in the session."""
@@ -129,18 +129,18 @@ class Session:
         with self._alone("generate"):
             while len(out) < max_new_tokens:
                 with self._in_lane("generate"):  # others have their turns between the steps
-                    out.append(self._step())
+                    out.append(self._step("generate"))
                     if out[-1] in self._lane.residency[self.model].tokenizer.stop_ids:
                         break
         return out
 
-    def _step(self) -> int:
+    def _step(self, verb: str) -> int:
         if not self.tokens:
-            raise InvalidRequest("step: the session is empty; append a prompt first")
+            raise InvalidRequest(f"{verb}: the session is empty; append a prompt first")
         if self._logits is None and self.is_contaminated:
             raise Contaminated(
-                f"step: the logits after token {len(self) - 1} were not kept, and tokens are clean up to {self.clean} "
-                "only; append or repair first"
+                f"{verb}: the logits after token {len(self) - 1} were not kept, and tokens are clean up to "
+                f"{self.clean} only; append or repair first"
             )
         if self._logits is None:
             self._restore_logits()
@@ -284,9 +284,15 @@ class Session:
     def provisional(self, *sinks: Sink) -> Iterator[Provisional]:
         """What is appended inside is kept by `promote` and dropped by `rollback`, or at the end; sinks decide with it.
 
+        To be used in a `with`. A sink is a polymodel.provisional.Sink, as BufferSink is, whose `effects` are what was
+        promoted.
+
         Spans nest. Evicting tokens before or inside a span moves it along. What it holds reaches no cache before it is
         promoted, and what clones and other sessions made of it never does.
         """
+        for sink in sinks:
+            if missing := [part for part in SINK_PARTS if not callable(getattr(sink, part, None))]:
+                raise InvalidRequest(f"provisional: {sink!r} is no sink, it lacks {', '.join(missing)}")
         with self._spans.open([_SessionSink(self), *sinks]) as span:
             yield span
 
@@ -294,6 +300,9 @@ class Session:
 
     def swap_out(self) -> int:
         """Move the pages to (pinned) host memory; bytes moved. The next verb that needs them brings them back."""
+        with self._alone("swap_out"), self._lane.lock:
+            if self._swapped is not None:
+                return 0
         with self._verb_of("swap_out"):
             self._swapped = self.pages.swap_out()
             self._lane.prefill.leave(self._context)
@@ -310,9 +319,16 @@ class Session:
         self._lane.residency.ledger.set("host_kv", self._owner, held)
 
     def save(self, path: str | Path) -> None:
-        """Write tokens, keys, values and logits to a safetensors file, with what they are valid for."""
+        """Write tokens, keys, values and logits to a safetensors file, with what they are valid for.
+
+        Refused while tokens are contaminated or provisional: a file outlives both.
+        """
         with self._alone("save"):
             with self._in_lane("save"):
+                if self.is_contaminated:
+                    raise Contaminated(f"save: tokens are clean up to {self.clean} of {len(self)} only; repair first")
+                if self._sinks or self._is_provisional:
+                    raise InvalidRequest("save: tokens of an open provisional span may still be dropped; promote first")
                 tokens, data, logits = list(self.tokens), self.pages.dump(), self._logits
                 key = self._lane.prefill.key(self.model, self.domain)
             write_session(Path(path), key, self.pages.layout, tokens, data, logits)
@@ -351,8 +367,8 @@ class Session:
                 self._keep()
             self._drop()
 
-    def forget(self, why: str) -> None:
-        """Give everything up; every later verb but close raises Forgotten. The lane calls it, whatever verb runs."""
+    def strike(self, why: str) -> None:
+        """Give everything up; every later verb but close raises Forgotten. The lane's part, whatever verb runs."""
         self._forgotten = why
         self._drop()
 
@@ -438,7 +454,7 @@ class _SessionSink:
             try:
                 self.session._cut(length, self.logits if length == self.start else None)
             except BaseException:
-                self.session.forget("a provisional span could not be rolled back")
+                self.session.strike("a provisional span could not be rolled back")
                 raise
 
     def close(self, epoch: int) -> None:

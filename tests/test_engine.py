@@ -699,6 +699,9 @@ def test_an_engine_that_is_set_up_wrongly_says_so() -> None:
     for field, value in (("quantum", 0), ("max_batch", -1), ("draft_tokens", 64), ("draft_tokens", 0)):
         with pytest.raises(errors.InvalidRequest, match=f"EngineConfig.{field} must be .* got {value}"):
             EngineConfig(**{field: value})
+    for field in ("budget", "prefix_budget", "quantum"):
+        with pytest.raises(errors.InvalidRequest, match=f"EngineConfig.{field} must be an integer, got '1GiB'"):
+            EngineConfig(**{field: "1GiB"})
 
 
 def test_a_running_request_has_no_output_yet(engine: Engine, paths: Paths) -> None:

@@ -280,7 +280,7 @@ def test_what_is_contaminated_stays_out_of_caches_files_and_other_sessions(path:
         session.evict(slice(40, 60))
         session.append(IDS[100:130])
         session.generate(5)
-        with pytest.raises(Contaminated, match="clean"):
+        with pytest.raises(Contaminated, match="save: tokens are clean up to 40 of 115 only"):
             session.save(tmp_path / "file")
         with pytest.raises(Contaminated, match="clean up to token 40 of 115"):
             engine.session("m", prefix=session)
@@ -566,6 +566,21 @@ def test_what_is_made_of_provisional_tokens_reaches_no_cache(path: Path) -> None
         assert engine.prefixes.num_tokens == 20
 
 
+def test_what_is_provisional_reaches_no_file(engine: Engine, tmp_path: Path) -> None:
+    session = fresh(engine, IDS[:20])
+    with session.provisional() as span:
+        session.append(IDS[20:60])
+        twin = session.clone()
+        for one in (session, twin):
+            with pytest.raises(InvalidRequest, match="save: tokens of an open provisional span"):
+                one.save(tmp_path / "file")
+        span.promote()
+    session.save(tmp_path / "file")
+    with pytest.raises(InvalidRequest, match="no sink, it lacks open, prepare"), session.provisional(object()):  # type: ignore[arg-type]
+        pass
+    assert session.num_open_spans == 0
+
+
 @pytest.mark.parametrize("error", [RuntimeError("device"), KeyboardInterrupt()])
 @pytest.mark.parametrize("count", [64, 65, 100])
 def test_a_forward_that_fails_while_logits_come_back_loses_nothing(
@@ -614,6 +629,7 @@ def test_swapping_out_and_in_is_bit_identical(engine: Engine) -> None:
     nbytes = session.swap_out()
     assert nbytes == 3 * session.pages.layout.page_bytes == engine.ledger.total("host_kv")
     assert engine.arena.num_pages_used == used - 3 and session.is_swapped_out and len(session) == 150
+    assert session.swap_out() == 0
     assert session.receipt()["tokens"] == "150"
     other.append(IDS[70:])  # takes the freed pages
     session.swap_in()
