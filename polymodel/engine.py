@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from polymodel.checkpoint import Checkpoint, open_checkpoint, resolve
-from polymodel.config import DEFAULT_DOMAIN, PUBLIC_DOMAIN, EngineConfig, ModelConfig, Weights
+from polymodel.config import DEFAULT_DOMAIN, PUBLIC_DOMAIN, EngineConfig, KVKey, ModelConfig, Weights
 from polymodel.control import pick_drafter
 from polymodel.errors import InvalidRequest, NotShareable
 from polymodel.events import Events, max_concurrent
 from polymodel.kv import Arena, PageList
 from polymodel.lane import Lane
 from polymodel.ledger import Ledger, format_bytes, parse_bytes
-from polymodel.prefix import common_length
+from polymodel.prefix import Lease, common_length
 from polymodel.residency import Hosted, Progress, Residency
 from polymodel.sequence import Context
 from polymodel.sequence import Sequence as Request
@@ -97,7 +97,7 @@ class Engine:
         self.lane = Lane(self.config, self.residency, self.arena, self.events)
         self.prefixes = self.lane.prefill.cache
         self.prefixes.on_change = self.arena.on_states = self._account
-        self._public: list[Context] = []  # prefixes open to all
+        self._public: list[tuple[KVKey, list[int], Lease | None]] = []  # prefixes open to all
 
     def _account(self) -> None:
         """What the arena's bytes are for."""
@@ -334,7 +334,7 @@ class Engine:
                 self.lane.prefill.drop(context)
                 raise
             context.pages.free()
-            self._public.append(context)  # with its lease
+            self._public.append((self.lane.prefill.key(model, PUBLIC_DOMAIN), ids, context.lease))
         return len(ids)
 
     def warm(
@@ -402,24 +402,25 @@ class Engine:
 
     def _forget_public(self, model: str, ids: list[int]) -> int:
         """Other public prefixes stay, with leases on what is left of their edges."""
-        lane, vocabulary = self.lane, self.lane.vocabulary(model)
-
-        def is_struck(context: Context) -> bool:
-            return context.tokens[: len(ids)] == ids and lane.vocabulary(context.model) in ("", vocabulary)
-
-        for context in filter(is_struck, self._public):
-            lane.prefill.leave(context)
-        self._public = [context for context in self._public if not is_struck(context)]
-        keep = max((common_length(ids, context.tokens) for context in self._public), default=0)
-        freed = lane.forget(model, ids, PUBLIC_DOMAIN, keep)
-        for context in self._public:
-            lane.prefill.hold(context)
+        tokenizer, kept = self.lane.prefill.key(model, PUBLIC_DOMAIN).tokenizer, []
+        for key, tokens, lease in self._public:
+            if lease is not None:
+                self.prefixes.release(lease)
+            if key.tokenizer != tokenizer or tokens[: len(ids)] != ids:
+                kept.append((key, tokens))
+        keep = max((common_length(ids, tokens) for _, tokens in kept), default=0)
+        freed = self.lane.forget(model, ids, PUBLIC_DOMAIN, keep)
+        self._public = [(key, tokens, self.prefixes.hold(key, tokens)) for key, tokens in kept]
         return freed
 
     # ---- what there is
 
     def table(self) -> Table:
         """One row a model."""
+        with self.lane.lock:
+            return self._table()
+
+    def _table(self) -> Table:
         rows = []
         for name, hosted in self.residency.hosted.items():
             is_in = hosted.model is not None

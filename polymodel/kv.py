@@ -342,7 +342,9 @@ class Swapped:
         first = entries[BASE] + (entries[SPAN] & 255)
         entries = entries[:, : int(np.searchsorted(first, length))].copy()
         entries[SPAN, -1:] = entries[SPAN, -1:] & 255 | PAGE_TOKENS << 8
-        cut = replace(self, entries=entries, length=length, clean=min(self.clean, length))
+        pages, entries[IDS] = np.unique(entries[IDS], return_inverse=True)
+        data = self.data[:, torch.from_numpy(pages.astype(np.int64))]
+        cut = replace(self, entries=entries, length=length, clean=min(self.clean, length), data=data)
         return replace(cut, digest=cut.expected_digest)
 
     def check(self) -> None:

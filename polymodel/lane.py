@@ -55,8 +55,7 @@ class Lane:
         self.session_numbers = count()
         self.orphans: deque[tuple[Context, str]] = deque()  # of sessions that nobody closed, and their ledger's names
         self.is_closed = False
-        self._is_working = False
-        self._cancelled: list[Sequence] = []  # meanwhile
+        self._cancelled: list[Sequence] = []  # in the midst of something
         self.prefill = Prefill(config, residency, arena, events)
         self._policy = RoundRobin()
         arena.reclaimers += [self._give_up_drafts, self._give_up_states, self.prefill.cache.reclaim]
@@ -78,8 +77,8 @@ class Lane:
     def extend(self, context: Context, kind: Kind, other: Context | None = None) -> Tensor | None:
         """Bring all tokens of a context into its pages; logits [vocab] after the last, if that was computed.
 
-        A prefill takes over what is cached, or what the other context holds of the same tokens. An error leaves the
-        pages with the tokens they had.
+        A prefill takes over what is cached, or what the other context holds of the same tokens; an error leaves the
+        pages with the tokens they had. A decode is one forward.
         """
         with self.lock, self._work(), self.residency.lease(context.model) as model:
             self.check_open()
@@ -94,7 +93,7 @@ class Lane:
                     rows = next_rows(context, self.config.prefill_chunk)
                     logits = prefill(model, self.arena, [rows], self.events, context.model, kind)
             except BaseException:
-                if kind == "prefill":  # a decode has stored nothing before it fails
+                if kind == "prefill":
                     context.pages.rollback(len(context.pages) - before)
                 context.num_cached, context.num_resumed = counts
                 raise
@@ -103,13 +102,16 @@ class Lane:
             return None if logits is None else logits[0]
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a request now, or after the forward that runs if a collector calls in the midst of it."""
+        """End a request; later, if this thread is in the midst of the lane's work, as when its collector calls."""
+        if self.lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+            self._cancelled.append(sequence)
+            return
         with self.lock:
-            if self._is_working:
-                self._cancelled.append(sequence)
-            else:
-                sequence.finish("cancelled")
-                self._drop_finished()
+            self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        sequence.finish("cancelled")
+        self._drop_finished()
 
     def forget(self, name: str, tokens: list[int], domain: str, keep: int = 0) -> int:
         """Strike out what begins with these tokens, cached or live, for all models of this vocabulary; cached tokens.
@@ -141,7 +143,7 @@ class Lane:
         with self.lock:
             for request in list(self.live):
                 if request.model == name:
-                    self.cancel(request)
+                    self._end(request)
                 elif request.drafter == name:
                     request.drop_drafter()
             for session in list(self.sessions):
@@ -154,22 +156,21 @@ class Lane:
 
     @contextmanager
     def _work(self) -> Iterator[None]:
-        """Bury orphans, work, then cancel what was to be cancelled meanwhile."""
-        self._bury_orphans()
-        outer, self._is_working = self._is_working, True
+        """Clear up before and after: what sessions left that are gone, and what was to be cancelled meanwhile."""
+        self._clear_up()
         try:
             yield
         finally:
-            self._is_working = outer
-            while self._cancelled and not outer:
-                self.cancel(self._cancelled.pop())
+            self._clear_up()
 
-    def _bury_orphans(self) -> None:
-        """Give back what sessions held that are gone; their collector only appends here, whatever it interrupts."""
+    def _clear_up(self) -> None:
+        """A collector only appends to these lists, whatever it interrupts."""
         while self.orphans:
             context, owner = self.orphans.popleft()
             self.prefill.drop(context)
             self.residency.ledger.set("host_kv", owner, 0)
+        while self._cancelled:
+            self._end(self._cancelled.pop())
 
     def close(self) -> None:
         """Fail what is still running; nothing can be submitted afterwards."""
@@ -234,6 +235,9 @@ class Lane:
 
     def _decode(self, name: str, model: Model, ready: list[Sequence], drafting: bool = True) -> None:
         """One round: draft, verify every sequence's [pending, drafts] in one forward, accept, commit."""
+        for sequence in ready:
+            if (excess := len(sequence.pages) - len(sequence.tokens) + 1) > 0:
+                sequence.pages.rollback(excess)  # of a round that was interrupted before it gave tokens
         with ExitStack() as stack:
             spans = [self._open_span(sequence, stack) if drafting else None for sequence in ready]
             drafts = [self._draft(sequence) if drafting else [] for sequence in ready]

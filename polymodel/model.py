@@ -78,7 +78,7 @@ def forward(
 ) -> Tensor:
     """Store the panel's tokens in their pages and return logits [rows wanted, vocab] float32.
 
-    Pages are reserved before and committed after all layers, so an error leaves every list's length as it was.
+    Pages are reserved before and committed after everything, so an error leaves every list's length as it was.
     Where a page has state pages, the residual stream is kept in them as it enters their layers.
     """
     config, counts = model.config, [len(ids) for ids in panel.ids]
@@ -99,13 +99,13 @@ def forward(
             arena.write_states(state_layout(model, arena), states, slots, x[rows.to(x.device)])
         if on_layer is not None:
             on_layer(i + 1, len(model.layers))
+    if panel.wanted == "none":
+        logits = x.new_empty(0, config.vocab_size)
+    else:
+        logits = matmul(h[place.last] if panel.wanted == "last" else h, model.head, out_dtype=torch.float32)
     for pages, count in zip(panel.lists, counts, strict=True):
         pages.commit(count)
-    if panel.wanted == "none":
-        return x.new_empty(0, config.vocab_size)
-    if panel.wanted == "last":
-        h = h[place.last]
-    return matmul(h, model.head, out_dtype=torch.float32)
+    return logits
 
 
 def _embedded(ids: Tensor, model: Model) -> Tensor:

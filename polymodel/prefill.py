@@ -44,6 +44,7 @@ def next_rows(context: Context, room: int) -> Rows:
     done = len(context.pages)
     if done == len(context.tokens):  # interrupted before its logits were used: the last row gives them again
         context.pages.rollback(1)
+        context.resume_until = 0
         done -= 1
     if done < context.resume_until:
         stop = min(context.resume_until, done + room)
@@ -159,11 +160,6 @@ class Prefill:
         if context.lease is not None:
             self.cache.release(context.lease)
             context.lease = None
-
-    def hold(self, context: Context) -> None:
-        """Lease again what is still cached of a context."""
-        self.leave(context)
-        context.lease = self.cache.hold(self.key(context.model, context.domain), context.tokens)
 
     def _take_band(self, context: Context) -> None:
         """From the sibling that saves most."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
 from types import TracebackType
@@ -141,7 +142,10 @@ def _num_kept(path: Sequence[int] | SupportsIndex | None) -> int | None:
         if list(path) != list(range(len(path))):
             raise InvalidRequest(f"promote: the path is {list(path)}, expected the span's first tokens: 0, 1, ..")
         return len(path)
-    if not isinstance(path, SupportsIndex) or (kept := index(path)) < 0:
+    kept = -1
+    with suppress(TypeError):
+        kept = index(path)
+    if kept < 0:
         raise InvalidRequest(
             f"promote: the path is {path!r}, expected a number of tokens from 0 on, or their positions"
         )

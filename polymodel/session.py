@@ -78,7 +78,7 @@ class Session:
         try:
             self._logits = self._lane.extend(self._context, "decode")
         except BaseException:
-            self.pages.commit(1)  # its keys and values are there
+            self.pages.commit(len(self.tokens) - len(self.pages))  # its keys and values are there
             raise
 
     @property
@@ -115,8 +115,9 @@ class Session:
 
     def append(self, ids: Iterable[int]) -> Tensor:
         """Prefill ids after what is there; logits [vocab] after the last one. KVFull changes nothing."""
+        tokens = listed(ids)  # whatever it takes, before the lane is held
         with self._verb_of("append"):
-            return self._append(ids, "prefill")
+            return self._append(tokens, "prefill")
 
     def step(self) -> int:
         """Append the greedy next token and return it."""
@@ -126,8 +127,10 @@ class Session:
     def generate(self, max_new_tokens: int) -> list[int]:
         """The next greedy tokens, up to a stop token or the limit; all of them end up in the session."""
         out: list[int] = []
+        if not isinstance(max_new_tokens, SupportsIndex):
+            raise InvalidRequest(f"generate({max_new_tokens!r}): expected a number of tokens")
         with self._alone("generate"):
-            while len(out) < max_new_tokens:
+            while len(out) < index(max_new_tokens):
                 with self._in_lane("generate"):  # others have their turns between the steps
                     out.append(self._step("generate"))
                     if out[-1] in self._lane.residency[self.model].tokenizer.stop_ids:
@@ -149,12 +152,13 @@ class Session:
         self._append([token], "decode")
         return token
 
-    def _append(self, ids: Iterable[int], kind: Kind) -> Tensor:
+    def _append(self, ids: list[int], kind: Kind) -> Tensor:
         before = len(self.tokens)
         self.tokens.extend(check_ids(ids, self._lane.residency[self.model].config, before))
         try:
             logits = self._logits = self._lane.extend(self._context, kind)
         except BaseException:
+            self.pages.rollback(max(len(self.pages) - before, 0))
             del self.tokens[before:]
             raise
         assert logits is not None
@@ -182,6 +186,7 @@ class Session:
             return
         if self._swapped is not None:
             self._swapped = self._swapped.cut(length)
+            self._account()
         else:
             self.pages.rollback(len(self.tokens) - length)
         for sink in self._sinks:
@@ -323,6 +328,7 @@ class Session:
 
         Refused while tokens are contaminated or provisional: a file outlives both.
         """
+        file = _path("save", path)
         with self._alone("save"):
             with self._in_lane("save"):
                 if self.is_contaminated:
@@ -331,7 +337,7 @@ class Session:
                     raise InvalidRequest("save: tokens of an open provisional span may still be dropped; promote first")
                 tokens, data, logits = list(self.tokens), self.pages.dump(), self._logits
                 key = self._lane.prefill.key(self.model, self.domain)
-            write_session(Path(path), key, self.pages.layout, tokens, data, logits)
+            write_session(file, key, self.pages.layout, tokens, data, logits)
 
     def load(self, path: str | Path) -> None:
         """Take a saved session's place. NotShareable if any axis of its key differs, CorruptSession if its bytes do."""
@@ -340,7 +346,7 @@ class Session:
                 raise InvalidRequest(f"load: the session has {len(self.tokens)} tokens, expected an empty one")
             config = self._lane.residency[self.model].config
             key = self._lane.prefill.key(self.model, self.domain)
-            saved = read_session(Path(path), key, self.pages.layout, config.vocab_size)
+            saved = read_session(_path("load", path), key, self.pages.layout, config.vocab_size)
             tokens = check_ids(saved.tokens, config, 0)
             self.pages.load(saved.data, len(tokens))
             try:
@@ -353,6 +359,8 @@ class Session:
 
     def receipt(self) -> dict[str, str]:
         """What decided the bits, and up to where they are those of a fresh run."""
+        if self._forgotten:
+            raise Forgotten(f"receipt: {self._forgotten}")
         contaminated = f"from token {self.clean}" if self.is_contaminated else "no"
         return self._lane.prefill.facts(self.model) | {
             "kv_key": self._lane.prefill.key(self.model, self.domain).digest,
@@ -465,11 +473,21 @@ class _SessionSink:
                 session._keep()
 
 
-def check_ids(ids: Iterable[int], config: ModelConfig, already: int, num_new: int = 0) -> list[int]:
-    """The ids as a list; refuse an empty prompt, ids outside the vocabulary, and more than the context holds."""
+def _path(verb: str, path: str | Path) -> Path:
+    if not isinstance(path, str | Path):
+        raise InvalidRequest(f"{verb}: {path!r} is no path, expected a str or a Path")
+    return Path(path)
+
+
+def listed(ids: Iterable[int]) -> list[int]:
     if isinstance(ids, (str, bytes, Mapping, Set)) or not isinstance(ids, Iterable):
         raise InvalidRequest(f"the prompt is {ids!r}, expected a sequence of token ids")
-    tokens = list(ids)
+    return list(ids)
+
+
+def check_ids(ids: Iterable[int], config: ModelConfig, already: int, num_new: int = 0) -> list[int]:
+    """The ids as a list; refuse an empty prompt, ids outside the vocabulary, and more than the context holds."""
+    tokens = listed(ids)
     if not tokens:
         raise InvalidRequest("the prompt is empty: expected at least one token")
     for i, token in enumerate(tokens):

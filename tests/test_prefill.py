@@ -65,9 +65,9 @@ def assert_sound(engine: Engine) -> None:
         pages.check()
     held = [page for node in engine.prefixes._nodes() for page in node.pages]
     check_lists(engine.arena, lists, held)
+    leases = [context.lease for context in contexts] + [lease for _, _, lease in engine._public]
     assert engine.prefixes.stats.leases == sum(
-        c.lease is not None and c.lease._node is not None and c.lease._node.is_alive
-        for c in (*contexts, *engine._public)
+        lease is not None and lease._node is not None and lease._node.is_alive for lease in leases
     )
     assert engine.ledger.of("kv").get("prefixes", 0) == engine.prefixes.nbytes
     assert engine.ledger.total("band_states") == engine.arena.state_bytes
@@ -523,6 +523,28 @@ def test_a_prompt_interrupted_before_its_first_token_goes_on(
     assert request.output == run(uncached, "m", IDS[:64]).tokens
 
 
+@pytest.mark.parametrize("model", ["m", "high"])
+@pytest.mark.parametrize("where", ["prefill.greedy", "lane.greedy"])
+def test_a_request_interrupted_between_a_forward_and_its_tokens_goes_on(
+    engine: Engine, uncached: Engine, monkeypatch: pytest.MonkeyPatch, where: str, model: str
+) -> None:
+    """Prefilled whole or resumed, in the prompt's last forward or in a decode."""
+    run(engine, "m", IDS[:128])
+    request = submit(engine, model, IDS[:128], draft=None)
+    with monkeypatch.context() as patch:
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(f"polymodel.{where}", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                engine.lane.turn()
+    engine.run()
+    assert request.output == run(uncached, model, IDS[:128]).tokens
+    assert_sound(engine)
+
+
 def test_states_are_given_up_before_prefixes(path: Path) -> None:
     with Engine(kv_budget="12MiB", config=EngineConfig(prefix_budget=1 << 40)) as engine:
         engine.add("m", path)
@@ -658,8 +680,9 @@ def test_public_prefixes_stay_when_others_are_forgotten(engine: Engine) -> None:
     assert cost(run(engine, "m", IDS[:150], domain="x"))[0] == 100
     engine.prefixes.reclaim(engine.residency["m"].layout, 1 << 20)
     assert cost(run(engine, "m", IDS[:150], domain="y"))[0] == 100  # leased again
-    assert engine.forget("m", prompt_ids=IDS[:100], domain="*") == 100
-    assert cost(run(engine, "m", IDS[200:260], domain="y"))[0] == 59
+    engine.remove("m")  # its equal keeps them
+    assert engine.forget("twin", prompt_ids=IDS[:100], domain="*") == 100
+    assert cost(run(engine, "twin", IDS[200:260], domain="y"))[0] == 59
 
 
 def test_a_prefix_that_cannot_be_opened_leaves_no_lease(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

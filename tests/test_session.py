@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from tiny import write_tiny, write_tokenizer
 
-from polymodel import Engine, EngineConfig
+from polymodel import Engine, EngineConfig, model, prefill
 from polymodel.checkpoint import open_checkpoint, perturbed
 from polymodel.errors import (
     Busy,
@@ -520,6 +520,7 @@ def test_a_span_rolls_back_wherever_the_pages_are_and_whatever_else_goes_on(path
                 fillers.append(engine.session("m", domain="other"))
                 fillers[-1].append([3])
         assert session.is_swapped_out and len(session) == 20
+        assert engine.ledger.total("host_kv") == session.pages.layout.page_bytes  # the rest is gone
         for filler in fillers:
             filler.close()
         engine.prefixes.clear()
@@ -598,6 +599,60 @@ def test_a_forward_that_fails_while_logits_come_back_loses_nothing(
             with pytest.raises(type(error)):
                 act()
     assert_equal(session, fresh(engine, IDS[:count]))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize("when", ["in the head", "after the forward"])
+def test_an_error_late_in_a_step_leaves_the_session_as_it_was(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, error: BaseException, when: str
+) -> None:
+    session = fresh(engine, IDS[:64])
+    rolled = fresh(engine, IDS[:70])
+    rolled.rollback(6)
+    with monkeypatch.context() as patch:
+        if when == "in the head":
+            matmul = model.matmul
+
+            def fail(x: torch.Tensor, w: Any, **options: Any) -> torch.Tensor:
+                if w.shape[0] == 300:
+                    raise error
+                return matmul(x, w, **options)
+
+            patch.setattr(model, "matmul", fail)
+        else:
+            forward = prefill.forward
+
+            def after(*args: Any) -> None:
+                forward(*args)
+                raise error
+
+            patch.setattr(prefill, "forward", after)
+        for act in (session.step, rolled.step, lambda: session.append(IDS[:5]), lambda: rolled.logits):
+            with pytest.raises(type(error)):
+                act()
+    for one in (session, rolled):
+        assert_equal(one, fresh(engine, IDS[:64]))
+        assert one.generate(5) == fresh(engine, IDS[:64]).generate(5)
+
+
+def test_ids_may_come_from_another_session_of_another_engine_meanwhile(path: Path) -> None:
+    """A generator that steps another engine's session is drawn before the lane is held: two cannot wait in a ring."""
+    with Engine(kv_budget="16MiB") as one, Engine(kv_budget="16MiB") as other:
+        sessions = []
+        for engine in (one, other):
+            engine.add("m", path)
+            sessions.append((fresh(engine, IDS[:20]), fresh(engine, IDS[20:40])))
+        (a, b), (c, d) = sessions
+        threads = [
+            threading.Thread(target=lambda: a.append(c.step() for _ in range(20))),
+            threading.Thread(target=lambda: d.append(b.step() for _ in range(20))),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        assert len(a) == len(d) == 40
 
 
 def test_what_is_provisional_reaches_no_cache(path: Path) -> None:
