@@ -284,7 +284,8 @@ class Engine:
     def session(self, model: str, *, prefix: Session | None = None, domain: str | None = None) -> Session:
         """A sequence in the caller's hands, empty or going on from another session's tokens.
 
-        prefix: of a model that shares layers with this one, or of the same; what is shared is not computed again.
+        prefix: of a model that shares layers with this one, or of the same; what is shared is not computed again, as
+        far as the hidden states were kept that the layers above go on from.
         NotShareable where they share no layer or the domains differ, Contaminated where the prefix is.
         """
         if prefix is not None and not isinstance(prefix, Session):
@@ -324,17 +325,9 @@ class Engine:
         It stays until `forget` with domain="*". Only what an operator declares passes between domains.
         """
         ids = self._prefix_ids(model, prompt, prompt_ids, messages)
-        self._check_cache("share_prefix")
         with self.lane.lock:
-            context = Context(model=model, domain=PUBLIC_DOMAIN, tokens=ids, pages=self.lane.prefill.new_pages(model))
-            try:
-                self.lane.extend(context, "prefill")
-                self.lane.prefill.keep(context)
-            except BaseException:
-                self.lane.prefill.drop(context)
-                raise
-            context.pages.free()
-            self._public.append((self.lane.prefill.key(model, PUBLIC_DOMAIN), ids, context.lease))
+            lease = self._cache("share_prefix", model, ids, PUBLIC_DOMAIN)
+            self._public.append((self.lane.prefill.key(model, PUBLIC_DOMAIN), ids, lease))
         return len(ids)
 
     def warm(
@@ -348,15 +341,8 @@ class Engine:
     ) -> int:
         """Prefill a prompt that may be asked for, and cache it as the first to go; its tokens."""
         ids = self._prefix_ids(model, prompt, prompt_ids, messages, is_asked=True)
-        self._check_cache("warm")
         with self.lane.lock:
-            pages = self.lane.prefill.new_pages(model)
-            context = Context(model=model, domain=check_domain(domain), tokens=ids, pages=pages)
-            try:
-                self.lane.extend(context, "prefill")
-                self.lane.prefill.keep(context, warm=True)
-            finally:
-                self.lane.prefill.drop(context)
+            self._cache("warm", model, ids, check_domain(domain), warm=True)
         return len(ids)
 
     def forget(
@@ -383,9 +369,18 @@ class Engine:
         """Free what is cached for a domain, and end its requests and sessions; cached tokens freed."""
         return self.lane.drop_domain(check_domain(domain))
 
-    def _check_cache(self, verb: str) -> None:
+    def _cache(self, verb: str, model: str, ids: list[int], domain: str, warm: bool = False) -> Lease | None:
+        """Prefill a prefix for nobody yet; the lease that keeps it cached."""
         if not self.config.prefix_cache:
             raise InvalidRequest(f"{verb}: nothing is cached with EngineConfig.prefix_cache=False")
+        context = Context(model=model, domain=domain, tokens=ids, pages=self.lane.prefill.new_pages(model))
+        try:
+            self.lane.extend(context, "prefill")
+            self.lane.prefill.keep(context, warm=warm)
+            lease, context.lease = context.lease, None
+            return lease
+        finally:
+            self.lane.prefill.drop(context)
 
     def _prefix_ids(
         self,

@@ -322,9 +322,8 @@ class Prefill:
         """The forwards of a chunk; a sequence whose prompt is complete gets its first token and is ready."""
         for _, group in groupby(sorted(chunk, key=lambda r: -r.first_layer), key=lambda r: r.first_layer):
             rows = list(group)
-            ends = [r.is_last for r in rows]
+            complete = [i for i, r in enumerate(rows) if r.is_last]
             logits = prefill(model, self.arena, rows, self.events, name)
-            complete = [i for i, is_end in enumerate(ends) if is_end]
             tokens = dict(zip(complete, greedy(logits[complete]) if complete else [], strict=True))
             for i, r in enumerate(rows):
                 sequence = r.context

@@ -369,7 +369,7 @@ class Session:
         }
 
     def close(self) -> None:
-        """Give the pages back; what is clean stays in the prefix cache."""
+        """Give the pages back; what is clean, and in memory, stays in the prefix cache."""
         with self._alone("close"), self._lane.lock:
             if self._swapped is None and not self._forgotten and not self._lane.is_closed:
                 self._keep()
