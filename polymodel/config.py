@@ -17,6 +17,14 @@ Weights = Literal["file", "f32", "bf16", "q8", "q4", "w8a8"]
 WEIGHTS: tuple[Weights, ...] = ("file", "f32", "bf16", "q8", "q4", "w8a8")
 Eviction = Literal["lru", "cost"]  # which cached prefix goes first
 EVICTIONS: tuple[Eviction, ...] = ("lru", "cost")
+PoolPolicy = Literal["lru", "lru+backout", "gdsf"]  # which idle model goes first
+POOL_POLICIES: tuple[PoolPolicy, ...] = ("lru", "lru+backout", "gdsf")
+LanePolicy = Literal["byte-drr", "round-robin", "priority", "fcfs", "batch-by-model"]  # whose turn it is
+LANE_POLICIES: tuple[LanePolicy, ...] = ("byte-drr", "round-robin", "priority", "fcfs", "batch-by-model")
+Preemption = Literal["swap", "recompute"]
+PREEMPTIONS: tuple[Preemption, ...] = ("swap", "recompute")
+WeightCheck = Literal["sampled", "full", "off"]
+WEIGHT_CHECKS: tuple[WeightCheck, ...] = ("sampled", "full", "off")
 DEFAULT_DOMAIN = "default"  # of an engine whose callers name none
 PUBLIC_DOMAIN = "*"  # of prefixes that the operator opened to all
 
@@ -114,15 +122,24 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How an engine runs. Bytes are plain integers here; Engine also takes strings such as "2GiB"."""
+    """How an engine runs. Bytes are plain integers here; Engine also takes strings such as "2GiB". Times in seconds."""
 
     budget: int = 2 << 30  # bytes of weights
     kv_budget: int = 256 << 20  # bytes of KV pages
+    host_budget: int = 0  # bytes of host memory for idle weights and for the pages of preempted requests
     threads: int | None = None  # CPU threads; None leaves torch's own setting
+    pool_policy: PoolPolicy = "lru"
+    ttl: float | None = None  # idle time after which an unpinned model leaves the device; None: never
+    host_ttl: float | None = None  # and after which it leaves the host's memory
+    weight_check: WeightCheck = "sampled"  # of what is loaded again, against the digests of the first time
+    lane_policy: LanePolicy = "byte-drr"
     quantum: int = 8  # decode steps of one model before the lane looks at the others
+    max_wait: float | None = None  # after which a request is overtaken at most once; None: 12 swap times, at least 5 s
     prefill_chunk: int = 512  # prompt tokens in one forward
     max_batch: int = 64  # sequences of one model in a decode step
     max_queue: int = 1024  # waiting requests
+    preemption: Preemption = "swap"  # swap while host_budget has room, else compute again
+    kv_borrows: bool = True  # where pages run short, they may take over the bytes of idle weights (on a CPU)
     draft_tokens: int = 4  # tokens a drafter proposes per round
     multi_model: bool = True  # drafting and sharing between models
     prefix_cache: bool = True  # keep the pages of prompts and outputs for those that begin alike
@@ -133,24 +150,46 @@ class EngineConfig:
     prefix_flight: int = 32  # a prompt waits for another one's prefill if that saves at least so many tokens
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name not in ("multi_model", "prefix_cache", "prefix_eviction") and not isinstance(value, int | None):
+        for name, expected in _NAMED.items():
+            if (value := getattr(self, name)) not in expected:
+                raise InvalidRequest(f"EngineConfig.{name}={value!r}, expected one of {', '.join(expected)}")
+        for name in ("multi_model", "prefix_cache", "kv_borrows"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"EngineConfig.{name} must be True or False, got {getattr(self, name)!r}")
+        for name in _SECONDS:
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and value >= 0):
+                raise InvalidRequest(f"EngineConfig.{name} must be seconds from 0 on, or None, got {value!r}")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
                 raise InvalidRequest(f"EngineConfig.{name} must be an integer, got {value!r}")
-        if self.prefix_eviction not in EVICTIONS:
-            raise InvalidRequest(
-                f"EngineConfig.prefix_eviction={self.prefix_eviction!r}, expected one of {', '.join(EVICTIONS)}"
-            )
-        for name in ("prefix_min_match", "prefix_flight"):
-            if getattr(self, name) < 1:
-                raise InvalidRequest(f"EngineConfig.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("prefix_budget", "prefix_tokens"):
-            if (bound := getattr(self, name)) is not None and bound < 0:
-                raise InvalidRequest(f"EngineConfig.{name} must not be negative, got {bound}")
-        for name in ("budget", "kv_budget", "quantum", "prefill_chunk", "max_batch", "max_queue"):
-            if getattr(self, name) <= 0:
-                raise InvalidRequest(f"EngineConfig.{name} must be positive, got {getattr(self, name)}")
-        if not 1 <= self.draft_tokens <= 63:
+            if value < least:
+                raise InvalidRequest(f"EngineConfig.{name} must be at least {least}, got {value}")
+        if self.draft_tokens > 63:
             raise InvalidRequest(f"EngineConfig.draft_tokens must be in 1..63, got {self.draft_tokens}")
+
+
+_NAMED: dict[str, tuple[str, ...]] = {
+    "prefix_eviction": EVICTIONS,
+    "pool_policy": POOL_POLICIES,
+    "lane_policy": LANE_POLICIES,
+    "preemption": PREEMPTIONS,
+    "weight_check": WEIGHT_CHECKS,
+}
+_SECONDS = ("ttl", "host_ttl", "max_wait")
+_LEAST = {
+    **dict.fromkeys(("budget", "kv_budget", "threads", "quantum", "prefill_chunk", "max_batch", "max_queue"), 1),
+    **dict.fromkeys(("draft_tokens", "prefix_min_match", "prefix_flight"), 1),
+    **dict.fromkeys(("host_budget", "prefix_budget", "prefix_tokens"), 0),
+}
+_OPTIONAL = ("threads", "prefix_budget", "prefix_tokens")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,10 @@ class QueueFull(PolymodelError):
     """The bounded queue of waiting requests is full."""
 
 
+class DeadlineExceeded(PolymodelError, TimeoutError):
+    """The request's deadline passed before its last token."""
+
+
 class PromptTooLong(PolymodelError):
     """Prompt and new tokens together exceed the model's context."""
 
