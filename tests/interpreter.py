@@ -21,6 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -47,6 +48,7 @@ SMALL_FLOATS = {
 SHADOW_ALIGN = 16  # bytes; no element is larger
 NOBODY, SEVERAL = -1, -2  # in place of a program's number
 OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+REWRITTEN: dict[Callable[..., Any], Callable[..., Any]] = {}  # kernels' Python functions, parsed once a process
 TF32_MASK = np.uint32(0xFFFFE000)  # the MMA ignores the low 13 bits of a float32
 
 
@@ -79,8 +81,10 @@ def interpreted(
         replace(stock, "_get_np_dtype", numpy_type)
         replace(stock, "interpreter_builder", builder)
         replace(stock, "interpreter_semantic", TritonSemantic(builder))
-        replace(stock.InterpretedFunction, "rewritten_fn", {})
+        replace(stock.InterpretedFunction, "rewritten_fn", REWRITTEN)
         replace(TritonSemantic, "binary_op_sanitize_overflow_impl", _refuse_overflow)
+        replace(TritonSemantic, "broadcast_impl_value", _broadcast)
+        replace(tl.core, "_type_for_tuple_values", _type_of_values)
         # once for all launches; the stock interpreter does it anew for each and leaves what device functions patched
         language = stock._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         stack.callback(language.restore)
@@ -105,6 +109,32 @@ def _refuse_overflow(_: Any, x: Any, y: Any, operation: Callable[..., Any]) -> N
         assert fits.all(), f"int{ty.int_bitwidth} overflow detected for operation {operation.__name__}"
 
 
+_stock_broadcast = TritonSemantic.broadcast_impl_value
+
+
+def _broadcast(self: Any, x: Any, y: Any) -> tuple[Any, Any]:
+    """The stock one broadcasts blocks of equal shapes as well."""
+    if x.type.is_block() and y.type.is_block() and x.type.shape.values == y.type.shape.values:
+        return x, y
+    return _stock_broadcast(self, x, y)
+
+
+_stock_type_of_values = tl.core._type_for_tuple_values
+
+
+def _type_of_values(values: Any, fields: Any = None) -> Any:
+    """The stock one writes a shape's type out anew for every tensor."""
+    sizes = tuple(value.value if type(value) is tl.constexpr else value for value in values)
+    if fields is None and all(type(size) is int for size in sizes):
+        return _type_of_sizes(sizes)
+    return _stock_type_of_values(values, fields)
+
+
+@cache
+def _type_of_sizes(sizes: tuple[int, ...]) -> Any:
+    return _stock_type_of_values(sizes)
+
+
 class Functions:
     """The interpretable twins of JIT functions."""
 
@@ -117,16 +147,16 @@ class Functions:
         if twin is None:
             twin = self._twins[jitted.fn] = stock.InterpretedFunction(jitted.fn)
             names = jitted.fn.__globals__
-            before = set(names)
-            twin.rewrite()  # puts the interpreter's own globals among those of the kernel's module
-            self._stack.callback(_forget, names, set(names) - before)
+            added = {name: value for name, value in vars(stock).items() if name not in names}
+            names |= added  # what a rewritten function asks for
+            self._stack.callback(_forget, names, added)
         return twin
 
     def rewritten(self, jitted: JITFunction) -> Callable[..., Any]:
         return self.kernel(jitted).rewrite()
 
 
-def _forget(names: dict[str, Any], added: set[str]) -> None:
+def _forget(names: dict[str, Any], added: dict[str, Any]) -> None:
     for name in added:
         names.pop(name, None)
 
@@ -154,7 +184,7 @@ def _place(kernel: Callable[..., Any], fault: KernelFault) -> str:
 # ---- numbers -----------------------------------------------------------------------------------------
 
 
-_stock_numpy_type = stock._get_np_dtype
+_stock_numpy_type = cache(stock._get_np_dtype)
 
 
 def numpy_type(ty: Any) -> np.dtype[Any]:

@@ -312,6 +312,10 @@ def variants(axes: Mapping[str, Sequence[Any]], some: int) -> list[Any]:
     return [pytest.param(c, id=name, marks=m) for c, name, m in zip(chosen, names, marks, strict=True)]
 
 
+def slow(*values: Any) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 # ---- values ------------------------------------------------------------------------------------------
 
 WINDOWS = (None, 1, 63, 64, 65, 128)
@@ -369,7 +373,7 @@ def test_values_everywhere(heads: tuple[int, int], dim: int, length: int) -> Non
 
 
 @pytest.mark.parametrize("entries", [EVICTED, TRIMMED, PIECES], ids=["evicted", "trimmed", "pieces"])
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [None, *slow(40)])
 def test_values_on_lists_that_are_not_canonical(entries: list[Entry], window: int | None) -> None:
     case = make((2, 1, 16), [entries], torch.float16, window=window)
     num = len(case.q[0])
@@ -381,7 +385,7 @@ def test_values_on_lists_that_are_not_canonical(entries: list[Entry], window: in
             assert_same_bits(case.run((0, part[2] - 1, part[2]))[0], y[0][-1:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [*slow(torch.float32), torch.bfloat16, torch.int8], ids=str)
 def test_values_at_the_largest_distances(dtype: torch.dtype) -> None:
     """Of a list that ends at position 131071; its first page stands 131008 from the last row's block."""
     entries = [(0, 0, 64), (64, 0, 64), (65536 - 20, 20, 64), (131072 - 64, 0, 64)]
@@ -410,7 +414,7 @@ ROUNDING = {
         ((4, 2, 24), torch.bfloat16, 8, 1.2, 40),
         pytest.param((2, 1, 64), torch.float16, 64, 1.0, None, marks=pytest.mark.slow),
         ((2, 1, 64), torch.int8, 64, 1.1, None),
-        ((2, 1, 64), torch.float8_e4m3fn, 32, 1.0, 65),
+        pytest.param((2, 1, 64), torch.float8_e4m3fn, 32, 1.0, 65, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -458,7 +462,7 @@ def test_a_query_of_another_dtype_is_rounded_once() -> None:
 # ---- the bits of a row -------------------------------------------------------------------------------
 
 # few heads and short queries, as the order of sums does not know how many there are
-HEADS = ((2, 1, 16), (3, 3, 8), (5, 1, 24), (4, 2, 64), (2, 1, 80), (2, 1, 128), (1, 1, 256))
+HEADS = ((2, 1, 16), (2, 2, 8), (5, 1, 24), (4, 2, 64), (2, 1, 80), (2, 1, 128), (1, 1, 256))
 OPTIONS: dict[str, dict[str, Any]] = {
     "all": {},
     "window 1": {"window": 1},
@@ -485,7 +489,7 @@ def assert_rows(case: Case, expected: Tensor, first: int, ys: Sequence[Tensor], 
             assert_same_bits(y, expected[start - first : stop - first], f"rows {start}..{stop} in {parts}")
 
 
-@pytest.mark.parametrize("chosen", variants(AXES, 3))
+@pytest.mark.parametrize("chosen", variants(AXES, 2))
 def test_a_row_has_its_bits_in_any_company(chosen: dict[str, Any]) -> None:
     """Alone, in a chain over a chunk's edge, in a batch; split or whole; in tiles of 16 or 32."""
     case = make_variant(chosen, [515, 70, EVICTED])
@@ -506,35 +510,35 @@ def test_a_row_has_its_bits_in_any_company(chosen: dict[str, Any]) -> None:
             assert_same_bits(a, b, "split and whole")
 
 
-@pytest.mark.parametrize("edge", [64, pytest.param(512, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("edge", [64, *slow(512)])
 def test_a_chain_of_any_length_is_decode(edge: int) -> None:
     case = make((3, 1, 16), [edge + 17], torch.float16)
     with ordered(), cut(ALL_WHOLE):
         alone = torch.cat([case.run((0, p, p + 1))[0] for p in range(edge - 16, edge + 16)])
         assert_values(case, [alone], (0, edge - 16, edge + 16))
-        for count in range(1, 17):
+        for count in range(1, 17, 3 if edge == 64 else 1):
             part = (0, edge - count % 5 - count // 2, edge - count % 5 - count // 2 + count)
             assert_rows(case, alone, edge - 16, case.run(part), part)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"window": 100}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, {"softcap": 5.0, "sinks": 1.0}))],
+    [{"window": 100}, *slow({}, {"softcap": 5.0, "sinks": 1.0})],
     ids=str,
 )
 def test_prefill_in_chunks_is_prefill(options: dict[str, Any]) -> None:
-    case = make((1, 1, 8), [558], torch.float16, **options)
-    first, num = 450, 558
+    case = make((1, 1, 8), [548], torch.float16, **options)
+    first, num = 478, 548
     with ordered(races=bool(options)), cut(ALL_WHOLE):
         whole = case.run((0, first, num))[0]
         assert_values(case, [whole], (0, first, num))
-        for size, start, stop in ((1, 511, 513), (7, 505, 519), (64, first, num), (100, first, num)):
+        for size, start, stop in ((1, 511, 513), (7, 505, 519), (40, first, num), (64, first, num)):
             edges = [*range(start, stop, size), stop]
             parts = [(0, a, b) for a, b in itertools.pairwise(edges)]
             rows = torch.cat([case.run(part)[0] for part in parts])
             assert_same_bits(rows, whole[start - first : stop - first], f"chunks of {size}")
     with ordered(), cut(ALL_SPLIT):
-        assert_same_bits(case.run((0, 500, 520))[0], whole[50:70], "split")
+        assert_same_bits(case.run((0, 500, 520))[0], whole[22:42], "split")
 
 
 def test_prefill_from_the_start_is_token_by_token() -> None:
@@ -542,8 +546,8 @@ def test_prefill_from_the_start_is_token_by_token() -> None:
     with ordered(races=True):
         whole = case.run((0, 0, 80))[0]
         assert_values(case, [whole], (0, 0, 80))
-        rows = [case.run((0, p, p + 1))[0] for p in range(50, 80)]
-    assert_same_bits(torch.cat(rows), whole[50:])
+        rows = [case.run((0, p, p + 1))[0] for p in range(58, 70)]
+    assert_same_bits(torch.cat(rows), whole[58:70])
 
 
 # 1 goes on from two chunks of 0, 2 from one; 3 is alone, and 4 has less than a chunk with the others
@@ -591,7 +595,7 @@ def test_rows_of_one_tile_may_stand_in_different_blocks() -> None:
         assert_same_bits(torch.cat(case.run(*parts, cascade=False)), torch.cat(together))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [*slow(torch.float16), torch.float8_e4m3fn], ids=str)
 def test_where_pages_lie_changes_nothing(dtype: torch.dtype) -> None:
     cases = [make((2, 1, 16), [200, 70], dtype, order=order, layers=2) for order in (0, 1)]
     assert cases[0].lists != cases[1].lists
@@ -603,7 +607,7 @@ def test_where_pages_lie_changes_nothing(dtype: torch.dtype) -> None:
             assert_same_bits(torch.cat(a), torch.cat(b))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [*slow(torch.bfloat16), torch.int8], ids=str)
 def test_copies_of_pages_and_rows_serve_as_well(dtype: torch.dtype) -> None:
     """Rollback: pages that still hold the tokens taken back. Clone: copied pages. Commit: rows that lay elsewhere."""
     case = make((2, 1, 16), [140, 64], dtype, layers=2, spare=3)
@@ -746,23 +750,23 @@ def draft(
 
 
 @pytest.mark.parametrize(
-    ("prefix", "window"), [(0, None), (1, None), (63, None), (64, None), (0, 1), (60, 3), (126, 64)]
+    ("prefix", "window"),
+    [(0, None), (63, None), (60, 3), (126, 64)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in ((1, None), (64, None), (0, 1))],
 )
 def test_a_node_is_decoding_of_its_path(prefix: int, window: int | None) -> None:
     with ordered(races=True):
         draft((2, 1, 16), [prefix or NO_COMMITTED], [BRANCHES], window=window).check()
 
 
-@pytest.mark.parametrize("prefix", [448, 509, 511, 512])
+@pytest.mark.parametrize("prefix", [509, 512, *slow(448, 511)])
 def test_a_node_is_decoding_of_its_path_at_a_chunks_edge(prefix: int) -> None:
     """The tail goes on in the unfinished chunk of the last full page, and may close it; or begins a chunk."""
-    with ordered(races=prefix == 511), cut(ALL_WHOLE):
+    with ordered(races=prefix == 509), cut(ALL_WHOLE):
         draft((1, 1, 16), [prefix], [BRANCHES]).check(leaves=2)
 
 
-@pytest.mark.parametrize(
-    "prefix", [449, 510, 1024, *(pytest.param(p, marks=pytest.mark.slow) for p in (470, 491, 1023))]
-)
+@pytest.mark.parametrize("prefix", [449, 510, *slow(470, 491, 1023, 1024)])
 def test_a_node_is_decoding_of_its_path_in_a_window(prefix: int) -> None:
     """A window's first entry lies in the tail's chunk or in the one before."""
     with ordered(), cut(ALL_WHOLE):
@@ -773,13 +777,13 @@ TREE_AXES = {
     "heads": HEADS[1:],
     "dtype": DTYPES,
     "options": tuple(OPTIONS),
-    "sequences": ("60, none", "evicted, 64", "pieces, trimmed", "none, 3, 128"),
+    "sequences": ("60, none", "evicted, 64", "pieces, trimmed", "none, 3, 66"),
 }
 SEQUENCES: dict[str, list[int | list[Entry]]] = {
     "60, none": [60, NO_COMMITTED],
     "evicted, 64": [EVICTED, 64],
     "pieces, trimmed": [PIECES, TRIMMED],
-    "none, 3, 128": [NO_COMMITTED, 3, 128],
+    "none, 3, 66": [NO_COMMITTED, 3, 66],
 }
 
 
@@ -796,12 +800,12 @@ def test_a_node_is_decoding_of_its_path_beside_other_trees(chosen: dict[str, Any
 
 
 def test_a_chain_is_a_tree() -> None:
-    drafted = draft((3, 1, 16), [500], [range(-1, 19)], torch.float16)
+    drafted = draft((2, 1, 16), [505], [range(-1, 13)], torch.float16)
     with ordered(races=True), cut(ALL_WHOLE):
-        decoded = drafted.path_as_case(0, list(range(20)))
+        decoded = drafted.path_as_case(0, list(range(14)))
         y = drafted.run()[0]
         drafted.assert_values(y)
-        assert_same_bits(y, decoded.run((0, 500, 520))[0])
+        assert_same_bits(y, decoded.run((0, 505, 519))[0])
 
 
 def test_trees_behind_shared_pages_read_them_together() -> None:
@@ -852,7 +856,7 @@ def fill_of(name: str, dtype: torch.dtype) -> bytes:
     return {"NaN": b"\xff", "inf": INF.get(dtype, b"\0\0\x80\x7f"), "numbers": b"\x42"}[name]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, *slow(torch.float16, torch.float32, CODES[1])], ids=str)
 def test_unused_slots_pages_and_scratch_change_nothing(dtype: torch.dtype) -> None:
     ys = []
     for name in ("NaN", "numbers" if dtype in CODES else "inf"):
@@ -875,7 +879,7 @@ def test_unused_slots_pages_and_scratch_change_nothing(dtype: torch.dtype) -> No
     assert_same_bits(ys[1], ys[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [*slow(torch.bfloat16), torch.int8], ids=str)
 def test_unused_slots_of_trees_change_nothing(dtype: torch.dtype) -> None:
     ys = []
     for name in ("NaN", "inf") if dtype in HALVES else ("NaN", "numbers"):
@@ -922,9 +926,19 @@ def test_entries_without_tokens_change_nothing() -> None:
             assert_same_bits(y, expected, f"an entry {at}")
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 5.0, "sinks": 2.0}], ids=str)
-@pytest.mark.parametrize("longest", [ALL_WHOLE, ALL_SPLIT])
-def test_rows_that_see_nothing_are_zero(options: dict[str, Any], longest: int) -> None:
+@pytest.mark.parametrize(
+    ("longest", "options"),
+    [
+        (ALL_WHOLE, {}),
+        (ALL_WHOLE, {"softcap": 5.0, "sinks": 2.0}),
+        (ALL_SPLIT, {"window": 40}),
+        pytest.param(ALL_WHOLE, {"window": 40}, marks=pytest.mark.slow),
+        pytest.param(ALL_SPLIT, {}, marks=pytest.mark.slow),
+        pytest.param(ALL_SPLIT, {"softcap": 5.0, "sinks": 2.0}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_rows_that_see_nothing_are_zero(longest: int, options: dict[str, Any]) -> None:
     case = make((2, 1, 16), [TRIMMED, 70, 5], **options)
     parts = [(0, 0, 3), (1, 62, 66), (2, 4, 5)]
     with ordered(races=True), cut(longest):
@@ -963,8 +977,8 @@ def test_sequences_without_rows_and_calls_without_any() -> None:
 
 def test_layers_share_a_plan_and_its_scratch() -> None:
     """Layers of one forward that differ in their window, or in what else a plan does not know."""
-    case = make((2, 1, 16), [130, 70], layers=3)
-    parts = [(0, 127, 130), (1, 69, 70)]
+    case = make((2, 1, 16), [70, 10], layers=3)
+    parts = [(0, 62, 66), (1, 9, 10)]
     q, arena, layout, _, table, cu_rows, row_pos, turns = case.inputs(*parts)
     space = Workspace()
 
@@ -972,7 +986,7 @@ def test_layers_share_a_plan_and_its_scratch() -> None:
         return case.attend(q, arena, layout, layer, table, cu_rows, row_pos, turns, workspace=space)
 
     with ordered(races=True), cut(ALL_SPLIT) as plans:
-        for layer, options, made in ((0, {}, 1), (1, {"window": 70}, 1), (2, {}, 0), (2, {"softcap": 5.0}, 0)):
+        for layer, options, made in ((0, {}, 1), (1, {"window": 40}, 1), (2, {}, 0), (2, {"softcap": 5.0}, 0)):
             case.options = options
             expected = case.run(*parts, layer=layer)
             assert_values(case, expected, *parts, layer=layer)
@@ -980,7 +994,7 @@ def test_layers_share_a_plan_and_its_scratch() -> None:
             assert_same_bits(run(layer, table), torch.cat(expected))
             assert len(plans) - before == made
         before = len(plans)
-        with pytest.raises(ValueError, match=r"rows are up to 128 from a page, the rope table ends at 63"):
+        with pytest.raises(ValueError, match=r"rows are up to 64 from a page, the rope table ends at 63"):
             run(2, table, rope(16, max_position=63))
         assert_same_bits(run(2, replace(table)), torch.cat(expected))  # another forward's: planned anew
         assert len(plans) - before == 1
@@ -1149,7 +1163,7 @@ def test_a_softcap_of_any_size_keeps_its_digits(softcap: float) -> None:
 
 
 def test_scratch_for_trees_is_as_large_as_is_said() -> None:
-    drafted = draft((2, 1, 16), [600, 3], [BRANCHES, CHAIN])
+    drafted = draft((2, 1, 16), [130, 3], [BRANCHES, CHAIN])
     q, _, layout, _, table, trees, *_ = drafted.inputs(0, 1)
     with ordered(races=True), cut(ALL_SPLIT):
         need = tree_attention_workspace_nbytes(q, layout, table, trees)

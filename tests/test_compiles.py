@@ -25,8 +25,8 @@ from csrc_triton.qmatmul import matmul
 
 pytestmark = pytest.mark.aot
 CASES = compile_check.cases()
-EVERY = 12  # of the cases, by turns, in the default run
-EVERY_ATTENTION = 53
+EVERY = 24  # of the cases, by turns, in the default run
+EVERY_ATTENTION = 106
 
 
 def sampled() -> list[object]:

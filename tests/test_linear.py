@@ -440,7 +440,7 @@ def test_a_model_s_state_dict_and_the_encoder_of_torch() -> None:
 # ---- compiled, and the page --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_a_compiled_model_has_the_same_bits(backend: str) -> None:
     net = quantize_module(
         nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 64), nn.Linear(64, 64)), group=32

@@ -58,7 +58,7 @@ def exact_sums(**options: bool) -> Iterator[None]:
 
 def value_cases() -> list[dict]:
     """By kind: every two of the other choices meet, and every count of rows comes up."""
-    axes = {"kind": FORM_KINDS, "dtype": FLOATS, "arch": (80, 90), "shape": ((1, 65), (576, 1), (65, 576))}
+    axes = {"kind": FORM_KINDS, "dtype": FLOATS, "arch": (80, 90), "shape": ((1, 65), (130, 1), (65, 300))}
     cases = pairwise({**axes, "run": tuple(RUNS), "added": (False, True)})
     for i, case in enumerate(cases):
         rows = [m for m in ROWS if m <= MAX_ROWS or case["run"] != "decode"]
@@ -96,7 +96,7 @@ def test_no_worse_than_torch_at_any_count_of_rows(kind: str, dtype: torch.dtype)
 @pytest.mark.parametrize(
     ("kind", "n", "k", "m"),
     [
-        ("q4_0", 49152, 64, 2),
+        pytest.param("q4_0", 49152, 64, 2, marks=pytest.mark.slow),
         ("q8/128", 576, 1536, 3),
         pytest.param("q4_k", 1536, 1536, 33, marks=pytest.mark.slow),
         pytest.param("q4/128 zero", 1, 49152, 2, marks=pytest.mark.slow),

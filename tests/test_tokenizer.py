@@ -184,7 +184,7 @@ def test_vocabularies_without_any_control_token_work() -> None:
     assert tokenizer.stop_ids == frozenset()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.text())
 def test_streams_and_decode_agree_with_the_text(text: str) -> None:
     for tokenizer in (TINY, SPM):
