@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import mmap
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -32,6 +34,7 @@ from csrc_triton.pages import ID_BYTES, SCALE_BYTES, KVLayout, commit_path, copy
 from polymodel.config import PAGE_TOKENS
 from polymodel.errors import Contaminated, CorruptSession, InvalidRequest, KVFull
 
+BLOCK_ALIGN = max(ID_BYTES, mmap.PAGESIZE)  # of a superblock, whose memory can go back to the system
 MIN_SUPERBLOCKS = 64  # a budget is cut into about this many, so that models of several geometries fit
 IDS, BASE, SPAN = range(3)  # rows of a list's entries; a span is lo | hi << 8
 NO_STATES: Mapping[int, int] = MappingProxyType({})
@@ -40,24 +43,41 @@ PageIds = Sequence[int] | NDArray[np.int32]
 
 
 class Arena:
-    """One byte tensor of a fixed size; hands out zeroed pages and counts their owners.
+    """One byte tensor; hands out zeroed pages and counts their owners.
 
-    Where pages are lacking, `reclaimers` are asked in order to give back what they can spare.
+    Where pages are lacking, `reclaimers` are asked in order to give back what they can spare. `nbytes` may be in use:
+    at first num_bytes, then what `grow` and `shrink` make of it, up to the max_bytes that the tensor has. On a CPU the
+    tensor's memory is committed when first touched; on a GPU at once, so there the two must be equal.
     """
 
-    def __init__(self, num_bytes: int, superblock_bytes: int | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        superblock_bytes: int | None = None,
+        device: torch.device | str = "cpu",
+        max_bytes: int | None = None,
+    ) -> None:
         size = superblock_bytes or max(num_bytes // MIN_SUPERBLOCKS, 4 << 20)
-        self.superblock_bytes = -(-size // ID_BYTES) * ID_BYTES
-        count = num_bytes // self.superblock_bytes
-        if count < 2:
+        self.superblock_bytes = -(-size // BLOCK_ALIGN) * BLOCK_ALIGN
+        reserved = num_bytes if max_bytes is None else max_bytes
+        least, most = num_bytes // self.superblock_bytes, reserved // self.superblock_bytes
+        if least < 2:
             raise InvalidRequest(
-                f"kv_budget of {num_bytes:,} bytes holds {count} superblocks of {self.superblock_bytes:,}; "
+                f"kv_budget of {num_bytes:,} bytes holds {least} superblocks of {self.superblock_bytes:,}; "
                 "it needs at least 2, one of them the region of zeros"
             )
-        self.bytes = _zeros(count * self.superblock_bytes, torch.device(device))
-        self._common = list(range(count - 1, 0, -1))  # superblocks of no geometry; 0 stays zero
+        virtual = torch.device(device).type == "cpu"
+        if reserved < num_bytes or (reserved > num_bytes and not virtual):
+            raise InvalidRequest(
+                f"max_bytes of {reserved:,} for a kv_budget of {num_bytes:,} bytes on {device}, "
+                f"expected {'at least as many' if virtual else 'as many, which are committed at once there'}"
+            )
+        self.bytes, self._memory = _zeros(most * self.superblock_bytes, torch.device(device))
+        self.min_bytes = least * self.superblock_bytes
+        self._common = list(range(most - 1, 0, -1))  # superblocks of no geometry; 0 stays zero
+        self._beyond = most - least  # the first so many of these may not be used, and hold no memory
         self._free: dict[KVLayout, dict[int, list[int]]] = {}  # geometry -> its superblocks -> free page ids
-        self._owners = np.zeros(self.nbytes // ID_BYTES, dtype=np.int32)  # by page id: how many entries hold it
+        self._owners = np.zeros(self.max_bytes // ID_BYTES, dtype=np.int32)  # by page id: how many entries hold it
         self._views: dict[KVLayout, Workspace] = {}
         self.num_pages_used = 0
         self.bytes_copied = 0  # from page to page, ever
@@ -90,12 +110,53 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
+        """What may be in use now."""
+        return self.max_bytes - self._beyond * self.superblock_bytes
+
+    @property
+    def max_bytes(self) -> int:
+        """What may ever be in use."""
         return self.bytes.nbytes
+
+    @property
+    def _num_spare(self) -> int:
+        """Superblocks that any geometry may take."""
+        return len(self._common) - self._beyond
+
+    def grow(self, num_bytes: int) -> int:
+        """Let so much more be in use, rounded up to superblocks, at most `max_bytes` in all; the bytes added."""
+        self._refuse_negative("grow", num_bytes)
+        count = min(-(-num_bytes // self.superblock_bytes), self._beyond)
+        self._beyond -= count
+        return count * self.superblock_bytes
+
+    def shrink(self, num_bytes: int) -> int:
+        """Take back what `grow` added: free superblocks, num_bytes of them or less; the bytes taken.
+
+        Their memory goes back to the system.
+        """
+        self._refuse_negative("shrink", num_bytes)
+        size = self.superblock_bytes
+        count = min(min(num_bytes, self.nbytes - self.min_bytes) // size, self._num_spare)
+        if self._memory is not None:
+            for block in self._common[self._beyond : self._beyond + count]:
+                self._memory.madvise(mmap.MADV_DONTNEED, block * size, size)
+        self._beyond += count
+        return count * size
+
+    def _refuse_negative(self, name: str, num_bytes: int) -> None:
+        if num_bytes < 0:
+            raise InvalidRequest(f"{name}({num_bytes}): the arena has {self.nbytes:,} bytes, expected 0 or more")
 
     def num_free(self, layout: KVLayout) -> int:
         """Pages of this geometry that could be allocated now."""
         partial = sum(len(pages) for pages in self._free.get(layout, {}).values())
-        return partial + len(self._common) * layout.pages_per_superblock
+        return partial + self._num_spare * layout.pages_per_superblock
+
+    def shortage(self, layout: KVLayout, count: int) -> int:
+        """Bytes to add for `count` pages of this geometry to be free, 0 if they are."""
+        missing = max(count - self.num_free(layout), 0)
+        return -(-missing // layout.pages_per_superblock) * self.superblock_bytes
 
     def allocate(self, layout: KVLayout, count: int) -> list[int]:
         """Ids of `count` zeroed pages with one owner each, or KVFull and none is taken."""
@@ -304,20 +365,30 @@ class Arena:
             blocks += free
         assert sorted(owned) == self._owners.nonzero()[0].tolist(), "owned pages are not those that superblocks lack"
         assert len(owned) == self.num_pages_used and not bool((self._owners < 0).any())
-        assert sorted(blocks) == list(range(self.nbytes // self.superblock_bytes)), (
+        assert sorted(blocks) == list(range(self.max_bytes // self.superblock_bytes)), (
             "a superblock is lost or listed twice"
         )
+        assert self._beyond >= 0 and self._num_spare >= 0, "more superblocks are in use than may be"
+        assert self.min_bytes <= self.nbytes
         uses = Counter(self.attached)
         assert uses == {page: self.num_owners(page) for page in self._state_layouts}, "a state page is not owned"
         assert all(states and self.num_owners(page) for page, states in self._states.items())
         assert self.state_bytes == sum(layout.page_bytes for layout in self._state_layouts.values())
 
 
-def _zeros(num_bytes: int, device: torch.device) -> Tensor:
+def _zeros(num_bytes: int, device: torch.device) -> tuple[Tensor, mmap.mmap | None]:
+    """Bytes, and the memory they lie in where parts of it can go back to the system."""
     if device.type != "cpu":
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    # numpy's zeros are committed when first touched, torch's at once
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device), None
+    if sys.platform != "linux":  # numpy's zeros are committed when first touched, torch's at once
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)), None
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise InvalidRequest(f"{num_bytes:,} bytes of KV pages cannot be reserved: {error}") from error
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8), memory
 
 
 @dataclass(frozen=True, eq=False)

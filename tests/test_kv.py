@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,8 +33,8 @@ HIDDEN = 8
 BOUNDARIES = (1, 2)
 
 
-def new_arena(superblocks: int = 6) -> Arena:
-    return Arena(superblocks * SUPERBLOCK, SUPERBLOCK)
+def new_arena(superblocks: int = 6, most: int | None = None) -> Arena:
+    return Arena(superblocks * SUPERBLOCK, SUPERBLOCK, max_bytes=None if most is None else most * SUPERBLOCK)
 
 
 def states_of(arena: Arena) -> KVLayout:
@@ -130,18 +132,22 @@ def state(arena: Arena, lists: Sequence[PageList]) -> object:
     every = [page for pages in lists for page in pages.pages]
     owners = {page: (arena.num_owners(page), dict(arena.states(page))) for page in every}
     free = [arena.num_free(arena.layout(*geometry)) for geometry in GEOMETRIES]
-    return entries, owners, free, arena.num_pages_used, arena.bytes.numpy().tobytes()
+    return entries, owners, free, arena.nbytes, arena.num_pages_used, arena.bytes.numpy().tobytes()
 
 
 COUNT = st.one_of(st.integers(1, 5), st.integers(0, 200))
 
 
 class Pages(RuleBasedStateMachine):
-    """Up to six lists of four geometries, and a cache of others to reclaim; each is compared with what was written."""
+    """Up to six lists of four geometries, and a cache of others to reclaim; each is compared with what was written.
+
+    The arena has 5 to 8 superblocks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = new_arena()
+        self.arena = new_arena(5, 8)
+        self.num_superblocks = 5
         self.lists: list[tuple[PageList, list[int]]] = []
         self.clean: dict[PageList, int] = {}
         self.swapped: list[tuple[Swapped, list[int]]] = []
@@ -403,6 +409,34 @@ class Pages(RuleBasedStateMachine):
         if self.try_or_unchanged(lambda: twin.load(pages.dump(), len(values))):
             self.add(twin, list(values))
 
+    @property
+    def num_used(self) -> int:
+        """Superblocks that may not be taken away: that of zeros, and those of pages with an owner."""
+        held = {page for pages in self.every for page in pages.pages} | set(self.arena.attached)
+        return 1 + len({page * 4096 // SUPERBLOCK for page in held})
+
+    @rule(num_bytes=st.integers(0, 4 * SUPERBLOCK))
+    def grow(self, num_bytes: int) -> None:
+        added = min(-(-num_bytes // SUPERBLOCK), 8 - self.num_superblocks)
+        assert self.arena.grow(num_bytes) == added * SUPERBLOCK
+        self.num_superblocks += added
+
+    @rule(num_bytes=st.integers(0, 4 * SUPERBLOCK))
+    def shrink(self, num_bytes: int) -> None:
+        gone = min(num_bytes // SUPERBLOCK, self.num_superblocks - max(self.num_used, 5))
+        assert self.arena.shrink(num_bytes) == gone * SUPERBLOCK
+        self.num_superblocks -= gone
+
+    @rule(kind=st.integers(0, 3), count=st.integers(0, 60))
+    def grow_by_a_shortage(self, kind: int, count: int) -> None:
+        layout = self.arena.layout(*GEOMETRIES[kind])
+        shortage, free = self.arena.shortage(layout, count), self.arena.num_free(layout)
+        assert (shortage == 0) == (count <= free)
+        if 0 < shortage <= self.arena.max_bytes - self.arena.nbytes:
+            assert self.arena.grow(shortage) == shortage
+            assert count <= self.arena.num_free(layout) < count + layout.pages_per_superblock
+            self.num_superblocks += shortage // SUPERBLOCK
+
     @rule()
     def drop_states(self) -> None:
         distinct = len(set(self.arena.attached))
@@ -421,6 +455,7 @@ class Pages(RuleBasedStateMachine):
     @invariant()
     def everything_holds(self) -> None:
         self.arena.check()
+        assert self.num_used * SUPERBLOCK <= self.arena.nbytes == self.num_superblocks * SUPERBLOCK
         check_lists(self.arena, self.every)
         for pages, values in self.lists + self.cache:
             pages.check()
@@ -435,7 +470,8 @@ class Pages(RuleBasedStateMachine):
             pages.free()
         self.arena.check()
         assert self.arena.num_pages_used == 0 and not bool(self.arena.bytes.any())
-        assert [self.arena.num_free(self.arena.layout(*geometry)) for geometry in GEOMETRIES] == [20, 10, 40, 10]
+        self.arena.shrink(self.arena.nbytes)
+        assert [self.arena.num_free(self.arena.layout(*geometry)) for geometry in GEOMETRIES] == [16, 8, 32, 8]
 
 
 TestPages = Pages.TestCase
@@ -1305,6 +1341,10 @@ def test_checks_notice_what_is_wrong() -> None:
         check_lists(arena, [pages, twin])
     arena.release(pages.layout, [arena.allocate(pages.layout, 1)[0]])
     arena.check()
+    arena._beyond = 5  # of 6 superblocks one is of zeros and one in use
+    with pytest.raises(AssertionError, match="more superblocks are in use than may be"):
+        arena.check()
+    arena._beyond = 0
     arena._owners[pages.pages[0]] = 0
     with pytest.raises(AssertionError, match="owned pages"):
         arena.check()
@@ -1321,6 +1361,108 @@ def test_the_budget_is_what_is_allocated_at_most() -> None:
     for num_bytes in (8 << 20, 100_000_000, 256 << 20):
         arena = Arena(num_bytes)
         assert num_bytes - arena.superblock_bytes < arena.nbytes <= num_bytes
+
+
+def test_an_arena_grows_by_whole_superblocks_up_to_what_it_reserved_and_shrinks_back() -> None:
+    arena = new_arena(3, 6)
+    layout = arena.layout(*SMALL)
+    pages = new_list(arena, SMALL, *[1] * 64 * 8)
+    assert (arena.nbytes, arena.min_bytes, arena.max_bytes) == (3 * SUPERBLOCK, 3 * SUPERBLOCK, 6 * SUPERBLOCK)
+    assert [arena.shortage(layout, count) for count in (0, 1, 4, 5)] == [0, SUPERBLOCK, SUPERBLOCK, 2 * SUPERBLOCK]
+    with pytest.raises(KVFull, match="1 KV pages of 32,768 bytes wanted, 0 free; the KV budget is 393,216 bytes with"):
+        pages.reserve(1)
+    assert (arena.grow(0), arena.grow(1), arena.num_free(layout)) == (0, SUPERBLOCK, 4)
+    assert [arena.shortage(layout, count) for count in (4, 5)] == [0, SUPERBLOCK]
+    pages.reserve(64 * 4)
+    with pytest.raises(KVFull, match="the KV budget is 524,288 bytes with 12 pages in use"):
+        pages.reserve(64 * 5)
+    assert arena.shrink(6 * SUPERBLOCK) == 0  # all in use
+    assert arena.grow(SUPERBLOCK + 1) == 2 * SUPERBLOCK and arena.grow(1) == 0 and arena.nbytes == arena.max_bytes
+    assert arena.shrink(SUPERBLOCK - 1) == 0 and arena.shrink(2 * SUPERBLOCK - 1) == SUPERBLOCK
+    assert arena.num_free(layout) == 4 and arena.shortage(layout, 100) == 24 * SUPERBLOCK  # more than there ever are
+    pages.free()
+    assert arena.shrink(6 * SUPERBLOCK) == 2 * SUPERBLOCK and arena.nbytes == arena.min_bytes
+    assert arena.num_free(layout) == 8
+    arena.check()
+
+
+def test_a_reclaimer_may_grow_the_arena() -> None:
+    arena = new_arena(2, 6)
+    arena.reclaimers.append(lambda layout, count: arena.grow(arena.shortage(layout, count)) and None)
+    pages = new_list(arena, SMALL, *range(1, 600))
+    assert arena.nbytes == 4 * SUPERBLOCK and stored(pages) == list(range(1, 600))
+    with arena.spare_only(), pytest.raises(KVFull):
+        pages.reserve(64 * 3)
+    with pytest.raises(KVFull, match="11 KV pages of 32,768 bytes wanted, 10 free; the KV budget is 786,432 bytes"):
+        pages.reserve(64 * 11)
+    arena.check()
+
+
+def test_a_list_goes_on_in_what_an_arena_has_grown_by_with_the_same_bits() -> None:
+    def attended(arena: Arena, pages: PageList, count: int) -> Tensor:
+        layout, start = pages.layout, len(pages)
+        k, v, q = (torch.randn(count, heads, 16) for heads in (2, 2, 4))
+        pages.reserve(count)
+        page, slot = pages.places(start, start + count)
+        append_kv(k, v, arena.bytes, layout, 0, page, slot, slot, ROPE)
+        pages.commit(count)
+        rows, position = torch.tensor([0, count], dtype=torch.int32), torch.arange(start, start + count).int()
+        table = pack_tables([pages], [0])
+        return paged_attention(q, arena.bytes, layout, 0, table, rows, position, ROPE, scale=0.25)
+
+    outputs = []
+    for arena in (new_arena(2, 8), new_arena(8)):  # a superblock of pages, which is 8 here, and then more
+        torch.manual_seed(0)
+        pages = PageList(arena, arena.layout(1, 2, 16))
+        outputs.append([attended(arena, pages, 450), attended(arena, pages, 1)])
+        arena.grow(SUPERBLOCK)
+        outputs[-1] += [attended(arena, pages, count) for count in (200, 1, 64)] + [pages.dump()]
+    assert len(pages) == 716 > 8 * 64 and all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def test_what_an_arena_shrinks_by_goes_back_to_the_system_and_reads_as_zeros() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    arena = Arena(16 << 20, 4 << 20, max_bytes=1 << 30)
+    assert resident() - before < 16 << 20  # what is reserved takes nothing
+    kept, one = new_list(arena, SMALL, *range(1, 100)), new_list(arena, TALL)
+    arena.grow(128 << 20)
+    one.reserve(64 * arena.num_free(one.layout))
+    one.free()
+    assert resident() - before > 128 << 20  # zeroed and free, and still there
+    blocks = arena.bytes.view(-1, 4 << 20)
+    assert blocks.any(1).nonzero().tolist() == [[1]]
+    blocks[2:36] = 1  # to show how many of the free ones go
+    full = resident()
+    assert arena.shrink(1 << 30) == 128 << 20
+    assert full - resident() > 120 << 20 and stored(kept) == list(range(1, 100))
+    assert int(blocks.any(1).sum()) == 3  # one in use, and two that may be
+    one.reserve(64 * arena.num_free(one.layout))  # what is still there is used first
+    used = {page * 4096 // (4 << 20) for page in kept.pages + one.pages}
+    assert len(used) == 3 and blocks.any(1).nonzero().flatten().tolist() == sorted(used)
+    arena.grow(128 << 20)
+    assert full - resident() > 120 << 20
+
+
+def test_bytes_that_cannot_be_reserved_or_moved_are_refused_with_their_numbers() -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"max_bytes of 131,072 for a kv_budget of 786,432 bytes .* at least as many"
+    ):
+        new_arena(6, 1)
+    with pytest.raises(InvalidRequest, match=r"max_bytes of 917,504 .* 786,432 bytes on cuda, expected as many"):
+        Arena(6 * SUPERBLOCK, SUPERBLOCK, "cuda", 7 * SUPERBLOCK)
+    with pytest.raises(InvalidRequest, match=f"{1 << 62:,} bytes of KV pages cannot be reserved"):
+        Arena(1 << 62)
+    arena = new_arena(2, 4)
+    before = state(arena, [])
+    for verb in (arena.grow, arena.shrink):
+        with pytest.raises(
+            InvalidRequest, match=rf"{verb.__name__}\(-1\): the arena has 262,144 bytes, expected 0 or more"
+        ):
+            verb(-1)
+    assert state(arena, []) == before
 
 
 def test_a_layout_fills_its_superblock() -> None:

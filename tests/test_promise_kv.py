@@ -125,13 +125,13 @@ def test_clone_reserve(engine: Engine) -> None:
 def test_evict_bounds(engine: Engine, span: slice) -> None:
     """A span that is not there is refused with the bounds, an empty one does nothing, and both change no bit."""
     session = fresh(engine, "llama", IDS[:100])
-    entries, before = session.pages.entries.tolist(), engine.arena.bytes.clone()
+    entries, before = session.pages.entries.tolist(), session.pages.dump()
     with pytest.raises(
         InvalidRequest, match=r"the session has 100 tokens, expected a slice with 0 <= start <= stop <= 100"
     ):
         session.evict(span)
     session.evict(slice(40, 40))
-    assert session.pages.entries.tolist() == entries and torch.equal(engine.arena.bytes, before)
+    assert session.pages.entries.tolist() == entries and torch.equal(session.pages.dump(), before)
     assert session.tokens == IDS[:100] and not session.is_contaminated
 
 
