@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-Class = Literal["weights", "kv", "band_states", "host_kv"]
-CLASSES: tuple[Class, ...] = ("weights", "kv", "band_states", "host_kv")
+Class = Literal["weights", "kv", "draft_kv", "band_states", "workspace", "graphs", "host_weights", "host_kv"]
+CLASSES: tuple[Class, ...] = (
+    *("weights", "kv", "draft_kv", "band_states", "workspace", "graphs"),  # on the device
+    *("host_weights", "host_kv"),  # swapped out of it
+)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 class Ledger:
     """Who holds how many bytes of which class.
 
-    kv and band_states are the parts of one arena, reserved whole when the engine starts; host_kv is swapped out of it.
+    kv, draft_kv and band_states are the parts of one arena, reserved whole when the engine starts.
     """
 
     def __init__(self) -> None:

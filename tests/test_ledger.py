@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from polymodel.ledger import Ledger, format_bytes, parse_bytes
+from polymodel.ledger import CLASSES, Ledger, format_bytes, parse_bytes
 
 
 def test_totals_are_the_sum_of_what_owners_hold() -> None:
@@ -12,6 +12,16 @@ def test_totals_are_the_sum_of_what_owners_hold() -> None:
     ledger.set("kv", "a", 3)
     assert ledger.of("weights") == {"a": 100, "b": 20} and ledger.of("kv") == {"a": 3}
     assert (ledger.total("weights"), ledger.total("kv"), ledger.total()) == (120, 3, 123)
+
+
+def test_every_byte_has_a_class_on_the_device_or_on_the_host() -> None:
+    device, host = CLASSES[:6], CLASSES[6:]
+    assert device == ("weights", "kv", "draft_kv", "band_states", "workspace", "graphs")
+    assert host == ("host_weights", "host_kv")
+    ledger = Ledger()
+    for i, kind in enumerate(CLASSES):
+        ledger.set(kind, "a", 1 << i)
+    assert [ledger.total(kind) for kind in CLASSES] == [1 << i for i in range(8)] and ledger.total() == 255
 
 
 def test_stating_again_replaces_and_zero_strikes_out() -> None:

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Hashable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from polymodel.errors import EmptyId, Leased, PinnedNoRoom, PolymodelError, TooLarge, UnknownModel
-from polymodel.pool import Pool
+from polymodel.config import POOL_POLICIES, PoolPolicy
+from polymodel.errors import (
+    DuplicateId,
+    EmptyId,
+    InvalidRequest,
+    Leased,
+    PinnedNoRoom,
+    PolymodelError,
+    TooLarge,
+    UnknownModel,
+)
+from polymodel.pool import Pool, reload_seconds
 
 HUGE = 2**63 - 1
 
 
-def filled(budget: int, *models: tuple[str, int | dict[Hashable, int], bool]) -> Pool:
-    pool = Pool(budget)
+def filled(budget: int, *models: tuple[str, int | dict[Hashable, int], bool], policy: PoolPolicy = "lru") -> Pool:
+    pool = Pool(budget, policy)
     for name, num_bytes, pinned in models:
         pool.admit(name, num_bytes, pinned)
     return pool
@@ -25,8 +36,10 @@ def filled(budget: int, *models: tuple[str, int | dict[Hashable, int], bool]) ->
 
 def state(pool: Pool) -> object:
     """Everything there is to a pool, stamps and clock included."""
-    residents = [(r.name, list(r.pieces.values()), r.pinned, r.leases, r.stamp) for r in pool._residents.values()]
-    return pool.budget, pool._clock, residents
+    residents = [
+        (r.name, list(r.pieces.values()), r.pinned, r.leases, r.stamp, r.value) for r in pool._residents.values()
+    ]
+    return pool.budget, pool._clock, pool._floor, dict(pool._uses), residents
 
 
 def refused(pool: Pool, error: type[Exception], call: Callable[[], object], *numbers: str) -> None:
@@ -80,12 +93,16 @@ def test_pinned_is_never_given_up() -> None:
 
 def test_leased_is_never_given_up_and_counts_as_in_use() -> None:
     pool = filled(100, ("a", 60, False), ("b", 30, False))
-    pool["a"].leases += 1
+    pool.lease("a")
+    pool.lease("a")
     refused(pool, PinnedNoRoom, lambda: pool.admit("c", 60), "60", "100")
     assert pool.admit("c", 40) == ["b"]
-    refused(pool, Leased, lambda: pool.evict("a"), "1 leases")
+    refused(pool, Leased, lambda: pool.evict("a"), "2 leases")
+    pool.release("a")
     refused(pool, PinnedNoRoom, lambda: pool.resize(59), "60", "59")
-    pool["a"].leases -= 1
+    pool.release("a")
+    refused(pool, InvalidRequest, lambda: pool.release("a"), "0 leases")
+    refused(pool, UnknownModel, lambda: pool.lease("b"), "'b' is not resident")
     assert pool.evict("a")
 
 
@@ -217,6 +234,105 @@ def test_any_sequence_keeps_the_invariant_and_errors_change_nothing(
         pool.check()
 
 
+# ---- policies ----------------------------------------------------------------------------------------
+
+ZOO = {f"m{i}": (107_136, 290_112, 624_896, 1_160_640)[i % 4] for i in range(10)}
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="pool policy 'fifo', expected one of lru, lru"):
+        Pool(100, "fifo")  # type: ignore[arg-type]
+
+
+def test_ten_models_in_the_budget_of_five_and_a_half() -> None:
+    pool = Pool(sum(ZOO.values()) * 55 // 100)
+    victims = {name: gone for name, size in ZOO.items() if (gone := pool.admit(name, size, pinned=name == "m0"))}
+    assert victims == {"m6": ["m1", "m2"], "m7": ["m3"], "m9": ["m4"]}
+    assert len(pool) == 6 and pool["m0"].pinned and pool.used <= pool.budget
+
+
+@pytest.mark.parametrize(
+    ("policy", "hits", "evictions", "warm"),
+    [("lru", 29, 24, 2), ("lru+backout", 30, 20, 5), ("gdsf", 26, 27, 4)],
+)
+def test_hot_models_and_cold_ones_in_half_their_bytes(policy: PoolPolicy, hits: int, evictions: int, warm: int) -> None:
+    pool = Pool(sum(ZOO.values()) // 2, policy)
+    assert pool.budget // 1024 == 2325
+    for name, size in ZOO.items():
+        pool.admit(name, size, pinned=name == "m0")
+    stream = [name for b in range(10) for name in (*(f"m{(b + j) % 4}" for j in range(4)), f"m{4 + b % 6}")]
+    found, given_up = [], 0
+    for name in stream:
+        found.append(name in pool)
+        given_up += len(pool.admit(name, ZOO[name]))
+        pool.check()
+    assert (len(found), sum(found), found.count(False), given_up) == (50, hits, 50 - hits, evictions)
+    assert len(pool) == warm and pool["m0"].pinned
+
+
+def test_backing_out_keeps_whoever_still_fits_the_hottest_first() -> None:
+    small_ones_first = [("a", 20, False), ("b", 20, False), ("c", 60, False)]
+    assert filled(100, *small_ones_first).admit("d", 60) == ["a", "b", "c"]
+    assert filled(100, *small_ones_first, policy="lru+backout").admit("d", 60) == ["c"]
+    assert filled(100, *small_ones_first, policy="lru+backout").admit("d", 61) == ["a", "c"]
+    assert filled(100, *small_ones_first, policy="lru+backout").resize(60) == ["a", "b"]
+
+
+def test_the_least_valuable_byte_goes_first() -> None:
+    """Value: floor + (1 + uses) x reload seconds a byte, the floor being the value of the last one given up."""
+    pool = Pool(100, "gdsf", reload_seconds=lambda num_bytes: 10.0 + num_bytes)
+    pool.admit("small", 10)
+    pool.admit("large", 80)
+    assert (pool["small"].value, pool["large"].value) == (2 * 20 / 10, 2 * 90 / 80)
+    assert pool.admit("new", 20) == ["large"]  # although used later
+    assert pool["new"].value == 2.25 + 2 * 30 / 20
+    pool.touch("new")
+    assert pool["new"].value == 2.25 + 3 * 30 / 20
+    assert pool.admit("large", 80) == ["small"] and pool["large"].value == 4.0 + 3 * 90 / 80  # its use counts on
+    pool.evict("large")
+    pool.forget("large")
+    pool.admit("large", 80)
+    assert pool["large"].value == 4.0 + 2 * 90 / 80
+
+
+def test_equal_values_go_by_the_last_use() -> None:
+    pool = Pool(100, "gdsf")
+    for name in ("b", "a", "c"):
+        pool.admit(name, 30)
+    assert pool.admit("d", 40) == ["b"]
+    assert reload_seconds(50_000_000_000) == 1.05
+
+
+def test_snapshots_bring_everything_back() -> None:
+    pool = filled(100, ("b", 30, False), ("a", 30, True), ("c", 30, False), policy="gdsf")
+    pool.touch("b")
+    before, snapshot, held = copy.deepcopy(state(pool)), pool.snapshot(), pool["c"]
+    for _ in range(2):  # a snapshot stays good
+        pool["a"].pinned = False
+        assert pool.resize(70) == ["a"]
+        assert pool.admit("d", 40) == ["c"]
+        pool.touch("d")
+        pool.evict("b")
+        pool.restore(snapshot)
+        assert state(pool) == before and list(pool.charges()) == ["b", "a", "c"] and pool["c"] is held
+    pool.check()
+
+
+def test_restoring_leaves_leases_as_they_are() -> None:
+    pool = filled(100, ("a", 30, False), ("b", 30, False))
+    pool.lease("a")
+    snapshot = pool.snapshot()
+    pool.lease("a")
+    pool.evict("b")
+    pool.admit("b", 30)
+    pool.lease("b")
+    pool.restore(snapshot)
+    assert (pool["a"].leases, pool["b"].leases) == (2, 1)
+    pool.admit("c", 40)
+    pool.lease("c")
+    refused(pool, Leased, lambda: pool.restore(snapshot), "'c' has 1 leases")
+
+
 # ---- pieces ------------------------------------------------------------------------------------------
 
 BASE: dict[Hashable, int] = {"embed": 40, "lower": 20, "upper": 20}
@@ -300,20 +416,49 @@ def test_a_total_that_cannot_fit_is_known_without_its_pieces() -> None:
     refused(pool, EmptyId, lambda: pool.check_total("", 1))
 
 
+def test_a_resident_name_with_other_pieces_is_refused() -> None:
+    pool = filled(100, ("a", BASE, False), ("w", 5, False))
+    assert pool.admit("a", dict(reversed(BASE.items()))) == [] and pool.admit("a", HUGE) == []
+    for other, num_bytes in (
+        (TUNED, 75),
+        ({"all": 80}, 80),
+        (BASE | {"upper": 19}, 79),
+        ({}, 0),
+        (BASE | {"huge": HUGE}, HUGE + 80),
+    ):
+        refused(pool, DuplicateId, lambda p=other: pool.admit("a", p), "80 bytes (", f"{num_bytes:,} bytes (")
+        refused(pool, DuplicateId, lambda p=other: pool.check_admission("a", p), "80 bytes (")
+    refused(pool, DuplicateId, lambda: pool.admit("w", BASE), "5 bytes (", "80 bytes (")
+
+
+def test_a_piece_has_one_size() -> None:
+    pool = filled(100, ("a", BASE, False))
+    refused(pool, InvalidRequest, lambda: pool.admit("b", {"embed": 41}), "'embed' of 41 bytes is resident with 40")
+
+
 SIZES: dict[Hashable, int] = {key: 1 + 7 * i % 23 for i, key in enumerate("pqrstuvw")}  # 1..22 bytes
 NAMES = st.sampled_from("abcde")
 PIECES = st.sets(st.sampled_from(sorted(SIZES, key=str)), min_size=1)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A pool beside the plainest model of it: who holds which pieces, who was used when."""
+    """A pool beside the plainest model of it: who holds which pieces, who was used when and how often."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool, self.budget = Pool(60), 60
+        self.budget = 60
         self.held: dict[str, set[Hashable]] = {}  # in order of admission
         self.used: list[str] = []  # coldest first
+        self.value: dict[str, float] = {}
+        self.count: Counter[str] = Counter()
+        self.floor = 0.0
         self.fixed: dict[str, str] = {}  # "pinned" or "leased"
+        self.saved: tuple[object, ...] | None = None
+
+    @initialize(policy=st.sampled_from(POOL_POLICIES))
+    def start(self, policy: PoolPolicy) -> None:
+        self.policy = policy
+        self.pool = Pool(self.budget, policy, lambda num_bytes: 5 + 2 * num_bytes)
 
     def bytes_of(self, *sets: set[Hashable]) -> int:
         return sum(SIZES[key] for key in set().union(*sets))
@@ -321,7 +466,7 @@ class PoolMachine(RuleBasedStateMachine):
     def expected(self, newcomer: set[Hashable], budget: int) -> list[str] | None:
         """Victims by giving up one after the other and counting anew; None where that does not help."""
         kept, victims = dict(self.held), []
-        for name in self.used:
+        for name in sorted(self.used, key=self.value.__getitem__) if self.policy == "gdsf" else self.used:
             if self.bytes_of(newcomer, *kept.values()) <= budget:
                 break
             if name not in self.fixed:
@@ -329,16 +474,25 @@ class PoolMachine(RuleBasedStateMachine):
                 del kept[name]
         if self.bytes_of(newcomer, *kept.values()) > budget:
             return None
-        stays = newcomer.union(*kept.values())
-        return [name for name in victims if not self.held[name] <= stays]
+        for name in victims[::-1]:
+            more = self.bytes_of(newcomer, self.held[name], *kept.values())
+            free = more == self.bytes_of(newcomer, *kept.values())
+            if free or (self.policy == "lru+backout" and more <= budget):
+                victims.remove(name)
+                kept[name] = self.held[name]
+        return victims
 
     def give_up(self, victims: list[str]) -> None:
         for victim in victims:
+            self.floor = max(self.floor, self.value[victim])
             del self.held[victim]
             self.used.remove(victim)
 
     def use(self, name: str) -> None:
         self.used = [other for other in self.used if other != name] + [name]
+        self.count[name] += 1
+        num_bytes = self.bytes_of(self.held[name])
+        self.value[name] = self.floor + (1 + self.count[name]) * ((5 + 2 * num_bytes) / num_bytes)
 
     def tried(self, call: Callable[[], list[str]]) -> list[str] | None:
         """Names given up; None for a refusal, which changes nothing."""
@@ -352,12 +506,17 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(name=NAMES, keys=PIECES, pinned=st.booleans())
     def admit(self, name: str, keys: set[Hashable], pinned: bool) -> None:
         pieces = {key: SIZES[key] for key in sorted(keys, key=str)}
+        before = copy.deepcopy(state(self.pool))
+        allowed = self.tried(lambda: [str(self.pool.check_admission(name, pieces))]) is not None
+        assert state(self.pool) == before
+        victims = self.tried(lambda: self.pool.admit(name, pieces, pinned))
+        assert allowed == (victims is not None)
         if name in self.held:
-            assert self.pool.admit(name, pieces, pinned) == []
-            self.use(name)
+            assert victims == ([] if keys == self.held[name] else None)
+            if victims is not None:
+                self.use(name)
             return
-        victims = self.expected(keys, self.budget)
-        assert self.tried(lambda: self.pool.admit(name, pieces, pinned)) == victims
+        assert victims == self.expected(keys, self.budget)
         if victims is not None:
             self.give_up(victims)
             self.held[name] = keys
@@ -385,7 +544,9 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert self.pool.evict(name) == (name in self.held)
         if name in self.held:
+            floor = self.floor
             self.give_up([name])
+            self.floor = floor  # nobody had to make room
             self.fixed.pop(name, None)
 
     @rule(name=NAMES, kind=st.sampled_from(["pinned", "leased", "free"]))
@@ -394,6 +555,21 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool[name].pinned, self.pool[name].leases = kind == "pinned", int(kind == "leased")
             self.fixed.pop(name, None)
             self.fixed |= {name: kind} if kind != "free" else {}
+
+    @rule()
+    def snapshot(self) -> None:
+        values = (self.budget, self.held, self.used, self.value, self.count, self.floor, self.fixed)
+        self.saved = (state(self.pool), self.pool.snapshot(), copy.deepcopy(values))
+
+    @precondition(lambda self: self.saved is not None and "leased" not in self.fixed.values())
+    @rule()
+    def restore(self) -> None:
+        before, snapshot, values = self.saved
+        if "leased" in values[-1].values():
+            return
+        self.pool.restore(snapshot)
+        assert state(self.pool) == before
+        self.budget, self.held, self.used, self.value, self.count, self.floor, self.fixed = copy.deepcopy(values)
 
     @invariant()
     def holds(self) -> None:
