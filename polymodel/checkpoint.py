@@ -109,17 +109,18 @@ class Checkpoint:
         self.nbytes = sum(info.nbytes for info in self.tensors.values())
 
     def raw(self, name: str) -> torch.Tensor:
-        """The bytes of a tensor, uint8 [rows, row_bytes]: the mapped file itself, without a copy.
+        """The bytes of a tensor, uint8 [rows, row_bytes], read into memory of their own.
 
-        Copied are only q and k of a llama GGUF, whose rows go back to the order rotate_half needs,
-        and the norms of a gemma3 safetensors, as F32 with the 1 added that a GGUF has in them.
-        Raises InvalidRequest for a name that the model does not have, and after close().
+        As in the file, but for q and k of a llama GGUF, whose rows go back to the order rotate_half needs,
+        and the norms of a gemma3 safetensors, which are F32 with the 1 added that a GGUF has in them.
+        Raises InvalidRequest for a name that the model does not have, and after close(); CorruptCheckpoint
+        for a file that is no longer what it was when it was opened.
         """
         if name not in self._stored:
             why = "has no such tensor" if self._stored else "is closed"
             raise InvalidRequest(f"{self.path}: tensor {name!r}: the checkpoint {why}")
         tensor, rows = self._stored[name], self.tensors[name].shape[0]
-        data = torch.frombuffer(tensor.data, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.start).view(rows, -1)
+        data = tensor.read().view(rows, -1)
         if tensor.layout == "interleaved":
             pairs = data.view(-1, self.config.head_dim // 2, 2, data.shape[1])
             return pairs.transpose(1, 2).reshape(rows, -1)
@@ -128,7 +129,7 @@ class Checkpoint:
         return data
 
     def close(self) -> None:
-        """Let go of the files; tensors that raw() handed out stay valid."""
+        """Read no more; tensors that raw() handed out stay valid."""
         self._stored = {}
 
     def __enter__(self) -> Checkpoint:
@@ -183,7 +184,7 @@ class _Perturbed(Checkpoint):
             return data
         key = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=6).digest()
         random = torch.Generator().manual_seed(int.from_bytes(key, "little"))
-        return _scaled(data.clone(), self.tensors[name].kind, random)
+        return _scaled(data, self.tensors[name].kind, random)
 
 
 def _scaled(data: torch.Tensor, kind: str, random: torch.Generator) -> torch.Tensor:

@@ -21,13 +21,13 @@ from polymodel.header import (
     MAX_LAYERS,
     PARTS,
     Fields,
+    File,
     Stored,
     check_heads,
     check_layout,
     claim,
     corrupt,
     derive_head_dim,
-    map_file,
     refuse_rope,
     rounded_sqrt,
     source_name,
@@ -70,20 +70,26 @@ def read_gguf(path: Path) -> tuple[ModelConfig, Mapping[str, Any], dict[str, Sto
 
 
 def _read_header(path: Path) -> tuple[_Metadata, dict[str, Stored]]:
-    """The header of a GGUF v3: metadata, and tensors by their names in the file."""
-    cursor = _Cursor(path, map_file(path))
+    """The header of a GGUF v3: metadata, and tensors by their names in the file. It is mapped meanwhile, not after."""
+    file = File.at(path)
+    with file.mapped() as data:
+        return _parse_header(file, _Cursor(path, data))
+
+
+def _parse_header(file: File, cursor: _Cursor) -> tuple[_Metadata, dict[str, Stored]]:
+    path = cursor.path
     if (magic := cursor.data[: cursor.step(4) + 4]) != b"GGUF":
         raise corrupt(path, "magic", magic, "b'GGUF'")
     if (version := cursor.u32()) != 3:
         raise UnsupportedModel(f"{path}: GGUF version {version:#x}; only 3, little endian, is read")
     num_tensors, num_keys = cursor.u64(), cursor.u64()
-    metadata = _Metadata(cursor, num_keys)
+    metadata = _Metadata(file, cursor, num_keys)
     align = Fields(path, metadata).count("general.alignment", 32, most=1 << 30)
     if align & (align - 1):
         raise corrupt(path, "general.alignment", align, "a power of two")
     tensors: dict[str, Stored] = {}
     for _ in range(num_tensors):
-        tensor = _read_tensor(cursor, align)
+        tensor = _read_tensor(file, cursor, align)
         if tensor.source in tensors:
             raise CorruptCheckpoint(f"{path}: tensor {tensor.source!r} is there twice")
         tensors[tensor.source] = tensor
@@ -93,7 +99,7 @@ def _read_header(path: Path) -> tuple[_Metadata, dict[str, Stored]]:
     return metadata, tensors
 
 
-def _read_tensor(cursor: _Cursor, align: int) -> Stored:
+def _read_tensor(file: File, cursor: _Cursor, align: int) -> Stored:
     """One entry of the tensor table; its start is still relative to the data section."""
     source = cursor.string()
     where = f"{cursor.path}: tensor {source!r}"
@@ -113,7 +119,7 @@ def _read_tensor(cursor: _Cursor, align: int) -> Stored:
     # trailing sizes of 1 say nothing
     while len(dims) > 1 and dims[-1] == 1:
         dims = dims[:-1]
-    return Stored(source, kind, dims[::-1], cursor.data, start, nbytes)
+    return Stored(source, kind, dims[::-1], file, start, nbytes)
 
 
 def _read_config(path: Path, metadata: _Metadata, tensors: dict[str, Stored]) -> ModelConfig:
@@ -235,7 +241,8 @@ def _rope_factors(path: Path, arch: Arch, head_dim: int, tensors: dict[str, Stor
         return None
     if (tensor.kind, tensor.shape) != ("F32", (pairs,)):
         raise corrupt(path, "rope_freqs.weight", (tensor.kind, tensor.shape), f"F32 ({pairs},)")
-    return list(struct.unpack_from(f"<{pairs}f", tensor.data, tensor.start))
+    factors: list[float] = tensor.read().view(torch.float32).tolist()
+    return factors
 
 
 def _llama3_rope(where: object, plain: RopeConfig, factors: list[float]) -> RopeConfig:
@@ -254,10 +261,11 @@ def _llama3_rope(where: object, plain: RopeConfig, factors: list[float]) -> Rope
 
 
 class _Cursor:
-    """A place in a GGUF header; every step is checked against the end of the file."""
+    """A place in a GGUF header; every step is checked against the end of its data."""
 
-    def __init__(self, path: Path, data: mmap.mmap, at: int = 0) -> None:
-        self.path, self.data, self.at = path, data, at
+    def __init__(self, path: Path, data: mmap.mmap | bytes, start: int = 0) -> None:
+        self.path, self.data, self.at = path, data, 0
+        self._start = start  # of data, in the file
 
     def step(self, nbytes: int) -> int:
         """Move on by nbytes; returns where they begin."""
@@ -285,7 +293,7 @@ class _Cursor:
         try:
             return body.decode()
         except UnicodeDecodeError:
-            raise corrupt(self.path, f"text at byte {at}", body, "UTF-8") from None
+            raise corrupt(self.path, f"text at byte {self._start + at}", body, "UTF-8") from None
 
     def value(self, kind: int) -> Any:
         """A metadata value that skip() has passed before."""
@@ -327,21 +335,23 @@ class _Metadata(Mapping[str, Any]):
     A value that is not UTF-8 raises CorruptCheckpoint at that moment.
     """
 
-    def __init__(self, cursor: _Cursor, num_keys: int) -> None:
-        self._path, self._data = cursor.path, cursor.data
-        self._places: dict[str, tuple[int, int]] = {}  # key -> (type, first byte)
+    def __init__(self, file: File, cursor: _Cursor, num_keys: int) -> None:
+        self._file, self._path = file, cursor.path
+        self._places: dict[str, tuple[int, int, int]] = {}  # key -> (type, first byte, end)
         self._values: dict[str, Any] = {}
         for _ in range(num_keys):
             key, kind = cursor.string(), cursor.u32()
             if key in self._places:
                 raise CorruptCheckpoint(f"{cursor.path}: key {key!r} is there twice")
-            self._places[key] = (kind, cursor.at)
+            start = cursor.at
             cursor.skip(kind)
+            self._places[key] = (kind, start, cursor.at)
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._values:
-            kind, at = self._places[key]
-            self._values[key] = _Cursor(self._path, self._data, at).value(kind)
+            kind, start, end = self._places[key]
+            body = self._file.read(start, end - start).numpy().tobytes()
+            self._values[key] = _Cursor(self._path, body, start).value(kind)
         return self._values[key]
 
     def __iter__(self) -> Iterator[str]:

@@ -6,7 +6,8 @@ import math
 import mmap
 import os
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -50,16 +51,76 @@ MAX_JSON_BYTES = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
+class File:
+    """A file as it was when it was opened. It is not held open: each read makes sure that it is still the same."""
+
+    path: Path
+    size: int
+    device: int
+    inode: int
+    mtime_ns: int
+
+    @classmethod
+    def at(cls, path: Path) -> File:
+        try:
+            with path.open("rb", buffering=0) as file:
+                found = _identity(os.fstat(file.fileno()))
+        except OSError as error:
+            raise InvalidRequest(f"{path}: cannot be read: {error.strerror}") from error
+        if not found["size"]:
+            raise CorruptCheckpoint(f"{path}: the file is empty")
+        return cls(path.absolute(), **found)
+
+    def read(self, start: int, nbytes: int) -> torch.Tensor:
+        """The bytes from start on, uint8, in memory of their own."""
+        data, done = torch.empty(nbytes, dtype=torch.uint8), 0
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(start)
+                while done < nbytes and (count := file.readinto(data[done:].numpy().data)):
+                    done += count
+                self._check(os.fstat(file.fileno()))
+        except OSError as error:
+            raise CorruptCheckpoint(f"{self.path}: cannot be read any more: {error.strerror}") from error
+        if done < nbytes:
+            raise corrupt(self.path, "end of file", f"byte {start + done}", f"byte {start + nbytes} or later")
+        return data
+
+    def _check(self, stat: os.stat_result) -> None:
+        for field, found in _identity(stat).items():
+            if found != (expected := getattr(self, field)):
+                raise corrupt(self.path, field, found, f"{expected}, as when it was opened")
+
+    @contextmanager
+    def mapped(self) -> Iterator[mmap.mmap]:
+        """All of it, for as long as the block runs."""
+        try:
+            with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                self._check(os.fstat(file.fileno()))
+                yield data
+        except OSError as error:
+            raise InvalidRequest(f"{self.path}: cannot be read: {error.strerror}") from error
+
+
+def _identity(stat: os.stat_result) -> dict[str, int]:
+    return {"size": stat.st_size, "device": stat.st_dev, "inode": stat.st_ino, "mtime_ns": stat.st_mtime_ns}
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor as its file declares it."""
 
     source: str
     kind: str  # the file's word for it
     shape: tuple[int, ...]  # outermost first
-    data: mmap.mmap
-    start: int  # first byte in data
+    file: File
+    start: int  # first byte in it
     nbytes: int
     layout: Literal["plain", "interleaved", "minus one"] = "plain"
+
+    def read(self) -> torch.Tensor:
+        """Its bytes as they are in the file."""
+        return self.file.read(self.start, self.nbytes)
 
     @property
     def raw_kind(self) -> str:
@@ -127,24 +188,12 @@ class Fields:
         return ids
 
 
-def map_file(path: Path) -> mmap.mmap:
-    """The bytes of a file; it is closed again, the map lives as long as a reference to it."""
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                raise CorruptCheckpoint(f"{path}: the file is empty")
-            # copy on write: torch wants a writable buffer, and no write may reach the file
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except OSError as error:
-        raise InvalidRequest(f"{path}: cannot be read: {error.strerror}") from error
-
-
 def check_layout(path: Path, tensors: Collection[Stored]) -> None:
     """Every tensor lies inside its file, and no two share a byte."""
     last_end, last = 0, ""
     for tensor in sorted(tensors, key=lambda tensor: tensor.start):
         where = f"{path}: tensor {tensor.source!r}"
-        end, size = tensor.start + tensor.nbytes, len(tensor.data)
+        end, size = tensor.start + tensor.nbytes, tensor.file.size
         if end > size:
             raise CorruptCheckpoint(f"{where} ends at byte {end}, the file at byte {size}")
         if tensor.start < last_end:

@@ -20,13 +20,13 @@ from polymodel.header import (
     MAX_LAYERS,
     PARTS,
     Fields,
+    File,
     Stored,
     check_heads,
     check_layout,
     claim,
     corrupt,
     derive_head_dim,
-    map_file,
     refuse_rope,
     rounded_sqrt,
     source_name,
@@ -165,11 +165,12 @@ def _find_shards(path: Path) -> list[Path]:
 
 def _read_header(path: Path) -> dict[str, Stored]:
     """The header of one .safetensors file: tensors by their names in the file."""
-    data = map_file(path)
-    length, most = int.from_bytes(data[:8], "little"), min(len(data) - 8, MAX_JSON_BYTES)
+    file = File.at(path)
+    length = int.from_bytes(_read(file, 0, min(8, file.size)), "little")
+    most = min(file.size - 8, MAX_JSON_BYTES)
     if length > most:
         raise corrupt(path, "header length", length, f"at most {max(most, 0)}")
-    header = _parse_json(f"{path}: header", data[8 : 8 + length])
+    header = _parse_json(f"{path}: header", _read(file, 8, length))
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
@@ -181,9 +182,13 @@ def _read_header(path: Path) -> dict[str, Stored]:
             raise fields.wrong("data_offsets", "two places in order")
         start, nbytes = 8 + length + offsets[0], offsets[1] - offsets[0]
         kind = fields.text("dtype", "")
-        tensors[name] = Stored(name, kind, tuple(shape), data, start, nbytes)
+        tensors[name] = Stored(name, kind, tuple(shape), file, start, nbytes)
     check_layout(path, tensors.values())
     return tensors
+
+
+def _read(file: File, start: int, nbytes: int) -> bytes:
+    return file.read(start, nbytes).numpy().tobytes()
 
 
 def _are_sizes(value: object) -> bool:

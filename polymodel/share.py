@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from polymodel.checkpoint import Checkpoint
+from torch import Tensor
+
+from polymodel.checkpoint import Checkpoint, TensorInfo
 from polymodel.config import KVKey, ModelConfig
 from polymodel.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
 
@@ -64,13 +66,17 @@ def tensor_digests(checkpoint: Checkpoint) -> dict[str, str]:
     """Canonical tensor name -> digest of its kind, shape and bytes."""
 
     def digest(name: str) -> str:
-        info = checkpoint.tensors[name]
-        running = hashlib.blake2b(f"{info.kind} {info.shape}".encode(), digest_size=16)
-        running.update(checkpoint.raw(name).numpy().data)
-        return running.hexdigest()
+        return tensor_digest(checkpoint.tensors[name], checkpoint.raw(name))
 
     with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip(checkpoint.tensors, pool.map(digest, checkpoint.tensors), strict=True))
+
+
+def tensor_digest(info: TensorInfo, data: Tensor) -> str:
+    """Of one tensor as `Checkpoint.raw` gave it."""
+    running = hashlib.blake2b(f"{info.kind} {info.shape}".encode(), digest_size=16)
+    running.update(data.numpy().data)
+    return running.hexdigest()
 
 
 def band_digests(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import shutil
 import struct
@@ -204,7 +205,7 @@ def test_every_kind_is_handed_out_byte_for_byte(tmp_path: Path, kind: str) -> No
             raw = checkpoint.raw(name)
             assert np.array_equal(raw.numpy().ravel(), written[info.source].view(np.uint8).ravel())
             assert (raw.shape[0], raw.numel()) == (info.shape[0], info.nbytes)
-            assert raw.data_ptr() == checkpoint.raw(name).data_ptr()  # no copy
+            assert raw.untyped_storage().nbytes() == raw.numel()  # of its own
         assert checkpoint.tensors["layers.0.gate"].kind == kind
         assert checkpoint.nbytes == sum(values.nbytes for values in written.values())
 
@@ -286,6 +287,7 @@ def test_gemma3_with_a_vision_tower_is_read_as_its_text_model(edited: Callable[.
     folder = edited("gemma3")
     text = json.loads((folder / "config.json").read_text())
     plain = open_checkpoint(folder)
+    expected = plain.raw("layers.6.q")
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     del text["eos_token_id"], text["rms_norm_eps"], text["tie_word_embeddings"]
     outer = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]}
@@ -299,7 +301,7 @@ def test_gemma3_with_a_vision_tower_is_read_as_its_text_model(edited: Callable[.
         checkpoint = open_checkpoint(folder)
         assert checkpoint.config.eos_ids == (1, 106)
         assert checkpoint.tensors.keys() == plain.tensors.keys()
-        assert torch.equal(checkpoint.raw("layers.6.q"), plain.raw("layers.6.q"))
+        assert torch.equal(checkpoint.raw("layers.6.q"), expected)
 
 
 def test_end_ids_are_those_of_both_configs(edited: Callable[..., Path], tmp_path: Path) -> None:
@@ -1024,6 +1026,72 @@ def test_writing_into_a_raw_tensor_never_reaches_the_file(files: Files) -> None:
     before = files("gguf", "qwen3").read_bytes()
     open_checkpoint(files("gguf", "qwen3")).raw("embed").zero_()
     assert files("gguf", "qwen3").read_bytes() == before
+
+
+def test_an_open_checkpoint_holds_no_file_and_no_mapping(files: Files, tmp_path: Path) -> None:
+    path = Path(shutil.copy(files("gguf", "qwen3"), tmp_path / "m.gguf"))
+    with open_checkpoint(path) as checkpoint:
+        kept = checkpoint.raw("embed")
+        assert str(path) not in Path("/proc/self/maps").read_text()
+        assert str(path) not in {os.readlink(at) for at in Path("/proc/self/fd").iterdir() if at.is_symlink()}
+    assert kept.numel() == checkpoint.tensors["embed"].nbytes
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 4096)
+
+
+def lengthened(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(bytes(8))
+
+
+def rewritten(path: Path) -> None:
+    stat, body = path.stat(), path.read_bytes()
+    path.write_bytes(body)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+
+
+def replaced(path: Path) -> None:
+    stat, other = path.stat(), path.with_suffix(".new")
+    shutil.copy(path, other)
+    os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    os.replace(other, path)
+
+
+@pytest.mark.parametrize("format", ["gguf", "safetensors"])
+@pytest.mark.parametrize(
+    ("change", "field"), [(cut, "size"), (lengthened, "size"), (rewritten, "mtime_ns"), (replaced, "inode")]
+)
+def test_a_file_that_changed_since_it_was_opened_is_refused(
+    files: Files, tmp_path: Path, format: str, change: Callable[[Path], None], field: str
+) -> None:
+    path = file = tmp_path / "m"
+    if format == "gguf":
+        shutil.copy(files(format, "qwen3"), path)
+    else:
+        file = shutil.copytree(files(format, "qwen3"), path) / "model.safetensors"
+    checkpoint, before = open_checkpoint(path), file.stat()
+    kept = checkpoint.raw("norm")
+    change(file)
+    names = {"size": "st_size", "mtime_ns": "st_mtime_ns", "inode": "st_ino"}
+    now, then = (getattr(stat, names[field]) for stat in (file.stat(), before))
+    for name in checkpoint.tensors:
+        with pytest.raises(
+            CorruptCheckpoint, match=f"{file}: {field} is {now}, expected {then}, as when it was opened"
+        ):
+            checkpoint.raw(name)
+    assert kept.numel() == 4 * 64
+
+
+def test_a_file_that_is_gone_is_refused(files: Files, tmp_path: Path) -> None:
+    path = Path(shutil.copy(files("gguf", "qwen3"), tmp_path / "m.gguf"))
+    checkpoint = open_checkpoint(path)
+    path.unlink()
+    with pytest.raises(CorruptCheckpoint, match="cannot be read any more: No such file"):
+        checkpoint.raw("embed")
+    with pytest.raises(CorruptCheckpoint, match="cannot be read any more: No such file"):
+        checkpoint.metadata["tokenizer.ggml.tokens"]
 
 
 def test_names_resolve_to_paths_or_to_the_cache(tmp_path: Path) -> None:
