@@ -1,10 +1,11 @@
 """polymodel against llama.cpp on this CPU: same weights, same prompts, same threads, one run, interleaved.
 
-    pip install '.[compare,test]' && polymodel pull smollm2 && python bench/compare_cpu.py [--json FILE]
+    pip install '.[compare,test]' && polymodel pull smollm2 && python bench/compare_cpu.py [--batch 16] [--json FILE]
 
 llama.cpp runs the Q8_0 form of the demo model (requantised here from the same float weights by the gguf
 package), polymodel the q8 and w8a8 forms. Each number is the best of the repetitions; the spread is
-(median - best) / best. Both sides decode the same number of tokens after the same prompt.
+(median - best) / best. Both sides decode the same number of tokens after the same prompt. With --batch B, "batch" is
+decoding of B such requests at once, in tokens of all of them per second of the slowest one's decoding.
 """
 
 from __future__ import annotations
@@ -18,15 +19,23 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 LLAMA = "llama.cpp Q8_0"
-KINDS = ("decode", "prefill")
+KINDS = ("decode", "prefill", "batch")
 PROMPT_TOKENS, PREFILL_TOKENS, DECODE_TOKENS = 16, 512, 64
-TARGETS = {("q8", "decode"): 0.5, ("q8", "prefill"): 0.7, ("w8a8", "decode"): 0.65, ("w8a8", "prefill"): 1.8}
+TARGETS = {
+    ("q8", "decode"): 0.5,
+    ("q8", "prefill"): 0.7,
+    ("w8a8", "decode"): 0.65,
+    ("w8a8", "prefill"): 1.8,
+    ("w8a8", "batch"): 1.2,
+}
+BATCH_GAIN = 4.0  # target: w8a8 at a batch of 16, over one request
 
 
 def requantise(source: Path, target: Path) -> Path:
@@ -59,61 +68,72 @@ def requantise(source: Path, target: Path) -> Path:
     return target
 
 
-def llama_cpp(path: str, threads: int) -> Callable[[str], float]:
+def prompt(length: int, number: int = 0) -> list[int]:
+    return list(range(1000 + number, 1000 + number + length))
+
+
+def llama_cpp(path: str, threads: int, batch: int) -> Callable[[str], float]:
     """Tokens per second of llama.cpp, by its own timings."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
     params.model.path = path
-    params.n_ctx, params.n_parallel = 1024, 1
+    params.n_ctx, params.n_parallel = max(1024, 256 * batch), batch
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(params)
 
+    def timings(ids: list[int], num_new: int) -> dict[str, float]:
+        request = {"prompt": ids, "n_predict": num_new, "temperature": 0, "cache_prompt": False, "ignore_eos": True}
+        return dict(server.handle_completions(request)["timings"])
+
     def run(kind: str) -> float:
-        num_prompt, num_new, timing = {
-            "prefill": (PREFILL_TOKENS, 1, "prompt_per_second"),
-            "decode": (PROMPT_TOKENS, DECODE_TOKENS, "predicted_per_second"),
-        }[kind]
-        request = {
-            "prompt": list(range(1000, 1000 + num_prompt)),
-            "n_predict": num_new,
-            "temperature": 0,
-            "cache_prompt": False,
-            "ignore_eos": True,
-        }
-        return float(server.handle_completions(request)["timings"][timing])
+        if kind == "prefill":
+            return timings(prompt(PREFILL_TOKENS), 1)["prompt_per_second"]
+        if kind == "decode":
+            return timings(prompt(PROMPT_TOKENS), DECODE_TOKENS)["predicted_per_second"]
+        prompts = [prompt(PROMPT_TOKENS, i) for i in range(batch)]
+        with ThreadPoolExecutor(batch) as pool:
+            rates = pool.map(lambda ids: timings(ids, DECODE_TOKENS)["predicted_per_second"], prompts)
+            return batch * min(rates)
 
     return run
 
 
-def ours(path: str, threads: int, weights: str) -> Callable[[str], float]:
+def ours(path: str, threads: int, weights: str, batch: int) -> Callable[[str], float]:
     """Tokens per second of polymodel, by the request's own metrics."""
     import polymodel as pm
 
     engine = pm.Engine(config=pm.EngineConfig(threads=threads, prefix_cache=False))
     engine.add("model", path, weights=weights)
 
+    def metrics(ids: list[int], num_new: int) -> Any:
+        return engine.generate("model", prompt_ids=ids, max_new_tokens=num_new, stop_at_eos=False).metrics
+
     def run(kind: str) -> float:
-        num_prompt, num_new = {"prefill": (PREFILL_TOKENS, 1), "decode": (PROMPT_TOKENS, DECODE_TOKENS + 1)}[kind]
-        ids = list(range(1000, 1000 + num_prompt))
-        metrics = engine.generate("model", prompt_ids=ids, max_new_tokens=num_new, stop_at_eos=False).metrics
-        return num_prompt / metrics.time_to_first_token if kind == "prefill" else metrics.tokens_per_second
+        if kind == "prefill":
+            return PREFILL_TOKENS / metrics(prompt(PREFILL_TOKENS), 1).time_to_first_token
+        if kind == "decode":
+            return metrics(prompt(PROMPT_TOKENS), DECODE_TOKENS + 1).tokens_per_second
+        prompts = [prompt(PROMPT_TOKENS, i) for i in range(batch)]
+        with ThreadPoolExecutor(batch) as pool:
+            rates = pool.map(lambda ids: metrics(ids, DECODE_TOKENS + 1).tokens_per_second, prompts)
+            return batch * min(rates)
 
     return run
 
 
-def work(side: str, path: str, threads: int) -> None:
+def work(side: str, path: str, threads: int, batch: int) -> None:
     """A side in a process of its own: kinds come in on stdin, one a line, tokens per second go out."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # llama.cpp writes its log to stdout
-    run = llama_cpp(path, threads) if side == LLAMA else ours(path, threads, side)
+    run = llama_cpp(path, threads, batch) if side == LLAMA else ours(path, threads, side, batch)
     for line in sys.stdin:
         print(run(line.strip()), file=answers, flush=True)
 
 
-def start(side: str, path: Path, threads: int) -> Callable[[str], float]:
+def start(side: str, path: Path, threads: int, batch: int) -> Callable[[str], float]:
     """Two runtimes in one process would share, and fight over, one pool of threads."""
-    command = [sys.executable, __file__, "--worker", side, str(path), str(threads)]
+    command = [sys.executable, __file__, "--worker", side, str(path), str(threads), str(batch)]
     pipe = subprocess.PIPE
     worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
     assert worker.stdin is not None and worker.stdout is not None
@@ -150,11 +170,13 @@ def load_and_peak(path: Path) -> dict[str, float]:
     return dict(min(runs, key=lambda run: float(run["load_seconds"])))
 
 
-def measure(sides: dict[str, Callable[[str], float]], repetitions: int) -> dict[str, dict[str, list[float]]]:
+def measure(
+    sides: dict[str, Callable[[str], float]], kinds: Sequence[str], repetitions: int
+) -> dict[str, dict[str, list[float]]]:
     """Every side and kind in turn, again and again; the first round warms up and is dropped."""
-    seen: dict[str, dict[str, list[float]]] = {side: {kind: [] for kind in KINDS} for side in sides}
+    seen: dict[str, dict[str, list[float]]] = {side: {kind: [] for kind in kinds} for side in sides}
     for round_ in range(repetitions + 1):
-        for kind in KINDS:
+        for kind in kinds:
             for side, run in sides.items():
                 value = run(kind)
                 if round_:
@@ -168,11 +190,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--weights", nargs="+", default=["q8", "w8a8", "file", "q4"])
+    parser.add_argument("--batch", type=int, default=1, help="also decode so many requests at once")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
-    parser.add_argument("--worker", nargs=3, metavar=("SIDE", "PATH", "THREADS"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=4, metavar=("SIDE", "PATH", "THREADS", "BATCH"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return work(args.worker[0], args.worker[1], int(args.worker[2]))
+        return work(args.worker[0], args.worker[1], int(args.worker[2]), int(args.worker[3]))
 
     import torch
 
@@ -180,9 +203,10 @@ def main() -> None:
 
     path, threads = resolve("smollm2"), torch.get_num_threads()
     facts = load_and_peak(path)
-    sides = {LLAMA: start(LLAMA, requantise(path, cache_dir() / "smollm2-q8_0.gguf"), threads)}
-    sides |= {weights: start(weights, path, threads) for weights in args.weights}
-    seen = measure(sides, args.repetitions)
+    sides = {LLAMA: start(LLAMA, requantise(path, cache_dir() / "smollm2-q8_0.gguf"), threads, args.batch)}
+    sides |= {weights: start(weights, path, threads, args.batch) for weights in args.weights}
+    kinds = KINDS if args.batch > 1 else KINDS[:2]
+    seen = measure(sides, kinds, args.repetitions)
     result: dict[str, Any] = {
         "command": " ".join(["python", "bench/compare_cpu.py", *sys.argv[1:]]),
         "machine": _cpu_name(),
@@ -190,14 +214,18 @@ def main() -> None:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "versions": {name: version(name) for name in ("torch", "xllamacpp")} | {"python": platform.python_version()},
         "date": time.strftime("%Y-%m-%d"),
-        "shapes": {"prefill": PREFILL_TOKENS, "decode": f"{DECODE_TOKENS} tokens after {PROMPT_TOKENS}"},
+        "shapes": {
+            "prefill": PREFILL_TOKENS,
+            "decode": f"{DECODE_TOKENS} tokens after {PROMPT_TOKENS}",
+            "batch": args.batch,
+        },
         "load": facts,
         "rows": [],
     }
     base = seen[LLAMA]
     print(f"{'side':16} {'kind':8} {'tok/s':>8} {'spread':>7} {'x llama.cpp':>12} {'target':>7}")
-    for side, kinds in seen.items():
-        for kind, values in kinds.items():
+    for side, by_kind in seen.items():
+        for kind, values in by_kind.items():
             best = max(values)
             ratio, target = best / max(base[kind]), TARGETS.get((side, kind))
             spread = best / statistics.median(values) - 1
@@ -205,6 +233,11 @@ def main() -> None:
                 {"side": side, "kind": kind, "tokens_per_second": best, "spread": spread, "ratio": ratio, "all": values}
             )
             print(f"{side:16} {kind:8} {best:8.1f} {spread:7.1%} {ratio:12.2f} {target or '':>7}")
+        if args.batch > 1:
+            gain = max(by_kind["batch"]) / max(by_kind["decode"])
+            target = f", target {BATCH_GAIN}" if (side, args.batch) == ("w8a8", 16) else ""
+            result["batch_gain"] = result.get("batch_gain", {}) | {side: gain}
+            print(f"{side:16} batch of {args.batch}: {gain:.1f} x one request{target}")
     slack = (facts["peak_bytes"] - 1.3 * facts["ledger_bytes"]) / 1e6
     peak = facts["peak_bytes"] / 1e6
     print(f"load {facts['load_seconds']:.2f} s; peak memory {peak:.0f} MB, 1.3 x ledger {slack:+.0f} MB")

@@ -71,8 +71,14 @@ class HalfPanels:
         self.nbytes = half_nbytes(rows, cols)
 
 
+@functools.cache
+def _half_linear() -> Any:
+    """FBGEMM's product without the Python that torch puts before it, which takes longer than a small product."""
+    return torch.ops.quantized.linear_dynamic_fp16._op
+
+
 def _half_mm(x: Tensor, handle: Any) -> Tensor:
-    y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, handle)
+    y: Tensor = _half_linear()(x, handle)
     return y
 
 
@@ -201,11 +207,12 @@ _PACKERS: dict[str, Callable[[QTensor], dict[str, Any]]] = {
 }
 
 
-def exact_segments(k: int) -> list[tuple[int, int]]:
+@functools.cache
+def exact_segments(k: int) -> tuple[tuple[int, int], ...]:
     """K cut into equal runs whose int8 dot products are exact in float32."""
     count = -(-k // EXACT_K)
     edges = [k * i // count for i in range(count + 1)]
-    return list(itertools.pairwise(edges))
+    return tuple(itertools.pairwise(edges))
 
 
 # ---- what this machine's torch holds still -----------------------------------------------------------
@@ -361,9 +368,8 @@ def quantize_rows_cpu(x: Tensor) -> tuple[Tensor, Tensor]:
 
     A row of zeros, or so small that 127 over its largest is no float32, has integers 0.
     """
-    largest = torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_())
-    inverse = INT8_MAX / largest
-    inverse.masked_fill_(inverse == math.inf, 0.0)
+    largest = x.abs().amax(1, keepdim=True)
+    inverse = largest.reciprocal().mul_(INT8_MAX).nan_to_num_(math.nan, 0.0)
     return torch.mul(x, inverse).round_(), largest.div_(INT8_MAX)
 
 
@@ -380,7 +386,7 @@ def _mm_w8a8(x: Tensor, parts: Any) -> Tensor:
 
 def _segmented_integers(integers: Tensor, parts: Any) -> Tensor:
     segments = exact_segments(integers.shape[1])
-    sums = [_half_mm(integers[:, a:b].contiguous(), parts[f"panels{i}"].handle) for i, (a, b) in enumerate(segments)]
+    sums = [_half_mm(integers[:, a:b], parts[f"panels{i}"].handle) for i, (a, b) in enumerate(segments)]
     if len(sums) == 2:  # one rounding of an exact sum, as in the conversion of an int32 one
         return sums[0].add_(sums[1])
     return functools.reduce(torch.add, (s.double() for s in sums)).float()
@@ -403,8 +409,14 @@ def rmsnorm_cpu(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None =
     """x [..., K] float32 -> x / rms(x) * weight, over the last dim."""
     if residual is not None:
         x = x + residual
-    scale = torch.mul(x, x).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    total = torch.mul(x, x).sum(-1, keepdim=True)
+    scale = torch.addcdiv(_number(eps), total, _number(x.shape[-1])).rsqrt_()  # eps + total / K, each rounded
     return torch.mul(x, scale).mul_(weight)
+
+
+@functools.cache
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)
 
 
 def split_gate_up(gate_up: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -433,13 +445,9 @@ def swiglu_cpu(gate_up: Tensor, activation: str = "silu", block: int = 64) -> Te
 
 def argmax_cpu(logits: Tensor) -> Tensor:
     """torch promises no order among ties; the lowest index equal to the maximum does. NaN gives -1."""
-    top, index = logits.max(dim=1, keepdim=True)
-    hit = logits == top
-    if bool((hit.sum(1) == 1).all()):
-        return index.flatten()
-    column = torch.arange(logits.shape[1])
-    first = torch.where(hit, column, logits.shape[1]).amin(dim=1)
-    return first.masked_fill_(top.flatten().isnan(), -1)
+    row, column = (logits == logits.amax(1, keepdim=True)).nonzero().unbind(1)
+    nothing = column.new_full((logits.shape[0],), -1)
+    return nothing.scatter_reduce_(0, row, column, "amin", include_self=False)
 
 
 # ---- rotary ------------------------------------------------------------------------------------------

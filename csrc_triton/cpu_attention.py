@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 KEY_CHUNK = 512  # keys after which torch's attention folds its running softmax
 PAGE = 64
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash = torch._scaled_dot_product_flash_attention_for_cpu
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class Workspace(dict[Any, Any]):
@@ -120,15 +121,7 @@ def append_kv_cpu(
     turn = _turn(space, "slot", rope, rot_slot, k.shape[-1])
     largest = largest_stored(view.dtype)
     k = k.float().clamp(-largest, largest)  # an infinity would turn into NaN
-    k = from_pairs(turn_(pairs(k, rope.rot_dim), turn)).clamp_(-largest, largest)
-    v = v.float().nan_to_num(0.0).clamp_(-largest, largest)  # a NaN times the weight 0 of a row that does not see it
-    if "where" not in space:
-        space["where"] = (page_id.long(), store_slot.long(), page_id.tolist(), store_slot.tolist())
-    if scales is not None:
-        (k, k_scale), (v, v_scale) = _coded(k, view.dtype), _coded(v, view.dtype)
-        _store(space, scales, k_scale, v_scale)
-        view = view.view(torch.int8)  # bytes: not every operation knows float8
-    _store(space, view, k, v)
+    _store(from_pairs(turn_(pairs(k, rope.rot_dim), turn)), v, view, scales, page_id, store_slot, space)
 
 
 def _coded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -143,16 +136,33 @@ def _coded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return codes.to(dtype).view(torch.int8), torch.div(largest, units)
 
 
-def _store(space: Workspace, view: Tensor, k: Tensor, v: Tensor) -> None:
-    """k, v [T, Hkv, ...] into the places of this forward's tokens; view [pages, 2, Hkv, 64, ...]."""
-    page_ids, slots, page_list, slot_list = space["where"]
-    if len(page_list) == 1:
-        block, slot = view[page_list[0]], slot_list[0]
-        block[0, :, slot] = k[0]
-        block[1, :, slot] = v[0]
-        return
-    view[page_ids, 0, :, slots] = k.to(view.dtype)
-    view[page_ids, 1, :, slots] = v.to(view.dtype)
+def _store(
+    k: Tensor,  # [T, Hkv, D] rotated
+    v: Tensor,
+    view: Tensor,
+    scales: Tensor | None,
+    page_id: Tensor,
+    slot: Tensor,
+    space: Workspace,
+) -> None:
+    """Saturate both and put them into the places of this forward's tokens."""
+    key = ("store", *k.shape)
+    if key not in space:
+        every, one = slice(None), len(k) == 1
+        where = (int(page_id), every, every, int(slot)) if one else (page_id.long(), every, every, slot.long())
+        both = torch.empty(len(k), 2, *k.shape[1:])
+        space[key] = where, both, both[:, 0], both[:, 1]
+    where, both, keys, values = space[key]
+    largest = largest_stored(view.dtype)
+    torch.clamp(k, -largest, largest, out=keys)
+    torch.nan_to_num(v.float(), 0.0, out=values)  # a NaN times the weight 0 of a row that does not see it
+    if largest < FLOAT32_MAX:
+        values.clamp_(-largest, largest)
+    if scales is not None:
+        both, scale = _coded(both, view.dtype)
+        scales[where] = scale
+        view = view.view(torch.int8)  # bytes: not every operation knows float8
+    view[where] = both.to(view.dtype)
 
 
 # ---- attention ---------------------------------------------------------------------------------------
@@ -195,10 +205,13 @@ class _Kind:
 class _Source:
     """Lists that are gathered together, equally long after padding."""
 
-    num_seqs: int
-    pages: Tensor  # [num_seqs * E] int64, zero page where a sequence has fewer
-    ragged: list[tuple[int, int, int]]  # (index into pages, lo, hi) of pages with unused slots
-    turn: Tensor | None  # [num_seqs * E, 1, D / 2] complex: rotation by page position; None where all stand at 0
+    pages: Tensor  # [S * E] int64, zero page where a sequence has fewer
+    gathered: Tensor  # [2, Hkv, S * E, 64, D] float32 scratch, which every layer fills
+    keys: Tensor  # [S, Hkv, keys, D], a view of it
+    values: Tensor
+    unused: list[Tensor]  # views of the slots that hold no token
+    turn: Tensor | None  # [S * E, 1, D / 2] complex: rotation by page position; None where all stand at 0
+    turned: Tensor  # [Hkv, S * E, 64, D / 2] complex, a view of the gathered keys
 
 
 @dataclass
@@ -206,6 +219,7 @@ class _Group:
     """Sequences with equally many rows and chunks: one gather, one attention call a block of rows."""
 
     rows: Tensor | slice  # rows of q, sequence-major
+    num_seqs: int
     num_rows: int  # rows a sequence
     source: _Source
     blocks: list[_Block] = field(default_factory=list)
@@ -215,9 +229,25 @@ class _Group:
 class _Block:
     start: int  # first row of each sequence
     stop: int
-    q: Tensor  # [num_seqs, Hkv, padded rows, D] scratch, padding rows zero
+    tile: _Tile
+    keys: Tensor  # [num_seqs, Hkv, keys, D], those that some row sees
+    values: Tensor
     bias: Tensor  # [num_seqs, 1, padded rows, keys]: 0 where visible, else -inf
     dead: Tensor | None  # [num_seqs, rows] True where a row sees nothing
+
+
+@dataclass
+class _Tile:
+    """Scratch for the queries of some rows, [S, Hkv, padded rows, D], padding rows zero."""
+
+    padded: Tensor
+    rows: Tensor  # [S, Hkv, rows, G, D], a view of it
+
+    @classmethod
+    def of(cls, num_seqs: int, num_rows: int, kind: _Kind) -> _Tile:
+        count = num_rows * kind.ratio
+        padded = torch.zeros(num_seqs, kind.num_kv_heads, _tiled(count), kind.head_dim)
+        return cls(padded, padded[:, :, :count].unflatten(2, (-1, kind.ratio)))
 
 
 BLOCK_ROWS = 128  # tokens of one attention call; later rows see more keys, so shorter calls skip more
@@ -252,10 +282,13 @@ def _plan_group(
         if contiguous
         else torch.cat([torch.arange(starts[s], starts[s + 1]) for s in seqs])
     )
-    group = _Group(rows, num_rows, source)
+    group = _Group(rows, len(seqs), num_rows, source)
     for start in range(0, num_rows, BLOCK_ROWS):
         stop = min(start + BLOCK_ROWS, num_rows)
-        group.blocks.append(_plan_block(start, stop, pos[:, start:stop], key_pos, valid, kind))
+        bias, dead = _plan_bias(pos[:, start:stop], key_pos, valid, kind)
+        keys, values = (t[:, :, : bias.shape[3]] for t in (source.keys, source.values))
+        tile = _Tile.of(len(seqs), stop - start, kind)
+        group.blocks.append(_Block(start, stop, tile, keys, values, bias, dead if bool(dead.any()) else None))
     return group
 
 
@@ -276,16 +309,17 @@ def _plan_source(entries: Sequence[Tensor], kind: _Kind) -> tuple[_Source, Tenso
     slot = torch.arange(PAGE)
     key_pos = (base[:, :, None] + slot).flatten(1)
     valid = ((slot >= lo[:, :, None]) & (slot < hi[:, :, None])).flatten(1)
-    spans = zip(lo.flatten().tolist(), hi.flatten().tolist(), ids.flatten().tolist(), strict=True)
-    ragged = [(i, a, b) for i, (a, b, page) in enumerate(spans) if page and (a > 0 or b < PAGE)]
+    gathered = torch.empty(2, kind.num_kv_heads, ids.numel(), PAGE, kind.head_dim)
+    unused = []
+    for i, (page, a, b) in enumerate(zip(*(t.flatten().tolist() for t in (ids, lo, hi)), strict=True)):
+        if page and b < PAGE:
+            unused.append(gathered[:, :, i, b:])
+        if page and a > 0:
+            unused.append(gathered[:, :, i, :a])
     turn = rotation(kind.rope, base.flatten(), kind.head_dim)[:, None] if bool((base != 0).any()) else None
-    return _Source(num_seqs, ids.flatten(), ragged, turn), key_pos, valid
-
-
-def _plan_block(start: int, stop: int, pos: Tensor, key_pos: Tensor, valid: Tensor, kind: _Kind) -> _Block:
-    bias, dead = _plan_bias(pos, key_pos, valid, kind)
-    scratch = torch.zeros(len(pos), kind.num_kv_heads, bias.shape[2], kind.head_dim)
-    return _Block(start, stop, scratch, bias, dead if bool(dead.any()) else None)
+    heads = gathered.view(2, kind.num_kv_heads, num_seqs, -1, kind.head_dim).transpose(1, 2)
+    turned = gathered[0].view(torch.complex64)
+    return _Source(ids.flatten(), gathered, heads[0], heads[1], unused, turn, turned), key_pos, valid
 
 
 def _plan_bias(pos: Tensor, key_pos: Tensor, valid: Tensor, kind: _Kind) -> tuple[Tensor, Tensor]:
@@ -324,17 +358,76 @@ def paged_attention_cpu(
 ) -> Tensor:
     """-> [T, Hq, D] float32."""
     space = Workspace() if workspace is None else workspace
-    num_tokens, hq, dim = q.shape
+    hq, dim = q.shape[1:]
     kind = _Kind(rope, window, softcap is not None, hq, view.shape[2], dim)
     key = ("groups", *kind.key)
     if key not in space:
         space[key] = _plan_groups(table, cu_rows, row_pos, kind)
     q = from_pairs(turn_(pairs(q, rope.rot_dim), _turn(space, "position", rope, row_pos, dim)))
-    groups: list[_Group] = space[key]
-    score = _Score(scale, softcap, sinks)
-    if len(groups) == 1 and isinstance(groups[0].rows, slice) and groups[0].rows == slice(0, num_tokens):
+    return _attend_all(q, view, scales, space[key], _Score(scale, softcap, sinks))
+
+
+@dataclass
+class _Heads:
+    """Scratch for the queries and keys of a forward's rows, which every layer with this rope fills and turns."""
+
+    pairs: Tensor  # [T, Hq + Hkv, D / 2] complex
+    queries: Tensor  # [T, Hq, D / 2], a view of it
+    keys: Tensor
+    query_turn: Tensor  # [T, 1, D / 2]: rotation by position
+    key_turn: Tensor  # by slot
+    q: Tensor  # [T, Hq, D] float32, a view
+    k: Tensor
+
+
+def self_attention_cpu(
+    qk: Tensor,  # [T, Hq + Hkv, D] normed, unrotated; its keys are overwritten
+    v: Tensor,  # [T, Hkv, D]
+    view: Tensor,  # [pages, 2, Hkv, 64, D], one layer of the arena
+    scales: Tensor | None,
+    table: PageTable,
+    cu_rows: Tensor,
+    row_pos: Tensor,
+    page_id: Tensor,  # [T] int32
+    slot: Tensor,  # [T] int32
+    rope: RopeTable,
+    *,
+    scale: float,
+    window: int | None,
+    workspace: Workspace,
+) -> Tensor:
+    """`append_kv_cpu` of the keys and values, then `paged_attention_cpu` of the queries: [T, Hq, D], the same bits."""
+    space, (hkv, dim) = workspace, v.shape[1:]
+    hq = qk.shape[1] - hkv
+    kind = _Kind(rope, window, False, hq, hkv, dim)
+    if ("heads", id(rope)) not in space:
+        if len(qk) and int(row_pos.max()) > rope.max_position:
+            last = int(row_pos.max())
+            raise ValueError(f"position {last} is beyond the rope table, which ends at {rope.max_position}")
+        turns = _turn(space, "position", rope, row_pos, dim), _turn(space, "slot", rope, slot, dim)
+        z = torch.empty(*qk.shape[:2], dim // 2, dtype=torch.complex64)
+        both = z.view(torch.float32)
+        space["heads", id(rope)] = _Heads(z, z[:, :hq], z[:, hq:], *turns, both[:, :hq], both[:, hq:])
+    if ("groups", *kind.key) not in space:
+        space["groups", *kind.key] = _plan_groups(table, cu_rows, row_pos, kind)
+    heads: _Heads = space["heads", id(rope)]
+    largest = largest_stored(view.dtype)
+    qk[:, hq:].clamp_(-largest, largest)  # an infinity would turn into NaN
+    if rope.rot_dim == dim:
+        torch.complex(qk[..., : dim // 2], qk[..., dim // 2 :], out=heads.pairs)
+    else:
+        heads.pairs.copy_(pairs(qk, rope.rot_dim))
+    turn_(heads.queries, heads.query_turn)
+    turn_(heads.keys, heads.key_turn)
+    _store(heads.k, v, view, scales, page_id, slot, space)
+    return _attend_all(heads.q, view, scales, space["groups", *kind.key], _Score(scale, None, None))
+
+
+def _attend_all(q: Tensor, view: Tensor, scales: Tensor | None, groups: list[_Group], score: _Score) -> Tensor:
+    """Rotated q [T, Hq, D] -> the same shape."""
+    if len(groups) == 1 and isinstance(groups[0].rows, slice) and groups[0].rows == slice(0, len(q)):
         return _attend(q, view, scales, groups[0], score)
-    out = q.new_zeros(num_tokens, hq, dim)
+    out = q.new_zeros(q.shape)
     for group in groups:
         out[group.rows] = _attend(q[group.rows], view, scales, group, score)
     return out
@@ -342,34 +435,33 @@ def paged_attention_cpu(
 
 def _attend(q: Tensor, view: Tensor, scales: Tensor | None, group: _Group, score: _Score) -> Tensor:
     """q [S * R, Hq, D] of one group -> the same shape."""
-    seqs, rows, dim = group.source.num_seqs, group.num_rows, q.shape[-1]
+    seqs, rows, (hq, dim) = group.num_seqs, group.num_rows, q.shape[1:]
     hkv = view.shape[2]
-    ratio = q.shape[1] // hkv
-    keys, values = _gather(view, scales, group.source)
-    q = q.view(seqs, rows, hkv, ratio, dim).transpose(1, 2)  # [S, Hkv, R, G, D]
-    out = q.new_empty(seqs, rows, hkv, ratio, dim) if len(group.blocks) > 1 else None
+    _gather(view, scales, group.source)
+    q = q.view(seqs, rows, hkv, hq // hkv, dim).transpose(1, 2)  # [S, Hkv, R, G, D]
+    out = q.new_empty(seqs, rows, hkv, hq // hkv, dim) if len(group.blocks) > 1 else None
     for block in group.blocks:
-        y = _attend_rows(q[:, :, block.start : block.stop], block.q, keys, values, block.bias, score)
+        part = q if out is None else q[:, :, block.start : block.stop]
+        y = _attend_rows(part, block.tile, block.keys, block.values, block.bias, score)
         if block.dead is not None:
             y = y.masked_fill(block.dead[:, :, None, None, None], 0.0)
         if out is None:
-            return y.reshape(seqs * rows, hkv * ratio, dim).contiguous()
+            return y.reshape(seqs * rows, hq, dim).contiguous()  # the view of one row has strides of the padded ones
         out[:, block.start : block.stop] = y
     assert out is not None
-    return out.view(seqs * rows, hkv * ratio, dim)
+    return out.view(seqs * rows, hq, dim)
 
 
-def _attend_rows(q: Tensor, tile: Tensor, keys: Tensor, values: Tensor, bias: Tensor, score: _Score) -> Tensor:
-    """q [S, Hkv, rows, G, D], through the scratch `tile` [S, Hkv, padded rows, D] -> [S, rows, Hkv, G, D]."""
+def _attend_rows(q: Tensor, tile: _Tile, keys: Tensor, values: Tensor, bias: Tensor, score: _Score) -> Tensor:
+    """q [S, Hkv, rows, G, D] -> [S, rows, Hkv, G, D]."""
     rows, ratio = q.shape[2:4]
     count = rows * ratio
-    tile[:, :, :count].unflatten(2, (-1, ratio)).copy_(q)
-    keys, values = (t[:, :, : bias.shape[3]] for t in (keys, values))
+    tile.rows.copy_(q)
     if score.softcap is None:
         # by its own name: F.scaled_dot_product_attention may choose another algorithm, with other bits
-        y, lse = _flash(tile, keys, values, 0.0, False, attn_mask=bias, scale=score.scale)
+        y, lse = _flash(tile.padded, keys, values, 0.0, False, attn_mask=bias, scale=score.scale)
     else:
-        y, lse = _capped(tile, keys, values, bias, score.scale, score.softcap)
+        y, lse = _capped(tile.padded, keys, values, bias, score.scale, score.softcap)
     y = y[:, :, :count].unflatten(2, (-1, ratio))
     if score.sinks is not None:
         sink = score.sinks.view(-1, 1, ratio)
@@ -413,23 +505,19 @@ def _by_tiles(x: Tensor, w: Tensor) -> Tensor:
     return y
 
 
-def _gather(view: Tensor, scales: Tensor | None, source: _Source) -> tuple[Tensor, Tensor]:
-    """Pages -> keys in the frame of position 0 and values, [S, Hkv, keys, D] float32 each."""
-    hkv, dim = view.shape[2], view.shape[4]
-    pages = view.permute(1, 2, 0, 3, 4).index_select(2, source.pages)  # [2, Hkv, S * E, 64, D]
-    if pages.dtype != torch.float32:
-        pages = pages.float()
+def _gather(view: Tensor, scales: Tensor | None, source: _Source) -> None:
+    """Pages -> the source's keys, in the frame of position 0, and values."""
+    pages = view.permute(1, 2, 0, 3, 4)
+    if view.dtype == torch.float32:
+        torch.index_select(pages, 2, source.pages, out=source.gathered)
+    else:
+        source.gathered.copy_(pages.index_select(2, source.pages))
     if scales is not None:
-        pages.mul_(scales.permute(1, 2, 0, 3).index_select(2, source.pages)[..., None])
-    for i, lo, hi in source.ragged:  # unused slots may hold anything, NaN included
-        pages[:, :, i, hi:].zero_()
-        if lo:
-            pages[:, :, i, :lo].zero_()
-    keys, values = pages[0], pages[1]
+        source.gathered.mul_(scales.permute(1, 2, 0, 3).index_select(2, source.pages)[..., None])
+    for slots in source.unused:  # they may hold anything, NaN included
+        slots.zero_()
     if source.turn is not None:
-        turn_(torch.view_as_complex(keys.unflatten(-1, (-1, 2))), source.turn)
-    shape = (hkv, source.num_seqs, -1, dim)
-    return keys.view(shape).transpose(0, 1), values.view(shape).transpose(0, 1)
+        turn_(source.turned, source.turn)
 
 
 # ---- trees -------------------------------------------------------------------------------------------
@@ -457,6 +545,7 @@ class _Path:
     nodes: Tensor  # [levels] int64 in the tail's order, P beyond the leaf
     own: Tensor  # [n] int64, the last nodes of the path: those that no earlier path holds
     depth: int  # of the first of them
+    tile: _Tile
 
 
 def _plan_trees(
@@ -476,7 +565,7 @@ def _plan_trees(
         entries = [t[s, :n].long() for t in (table.ids, table.base, table.span & 255, table.span >> 8)]
         plan = _plan_tree(entries, (entry, base, first), tree, kind)
         page, slot = (t[rows].long() for t in nodes)
-        plans.append(_Committed(rows, plan[0], page, slot, *plan[1:], _plan_paths(tree)))
+        plans.append(_Committed(rows, plan[0], page, slot, *plan[1:], _plan_paths(tree, kind)))
         start = rows.stop
     return plans
 
@@ -505,11 +594,12 @@ def _plan_tree(
     return source, turn, tail, _plan_bias(pos, key_pos, valid, kind)[0]
 
 
-def _plan_paths(tree: Tree) -> list[_Path]:
+def _plan_paths(tree: Tree, kind: _Kind) -> list[_Path]:
     paths = []
     for leaf, path in enumerate(torch.from_numpy(tree.paths).long()):
         own = path[(path >= 0) & (torch.from_numpy(tree.owner)[path] == leaf)]
-        paths.append(_Path(path.where(path >= 0, len(tree.parent)), own, int(tree.depth[int(own[0])])))
+        nodes, depth = path.where(path >= 0, len(tree.parent)), int(tree.depth[int(own[0])])
+        paths.append(_Path(nodes, own, depth, _Tile.of(1, len(own), kind)))
     return paths
 
 
@@ -549,16 +639,18 @@ def _attend_tree(q: Tensor, view: Tensor, scales: Tensor | None, plan: _Committe
     """q [P, Hq, D] -> the same shape."""
     hkv, dim = view.shape[2], view.shape[4]
     ratio = q.shape[1] // hkv
-    keys, values = _gather(view, scales, plan.source)
+    _gather(view, scales, plan.source)
+    keys, values = plan.source.keys, plan.source.values
     node_keys, node_values = _gather_nodes(view, scales, plan)
     q = q.view(-1, hkv, ratio, dim)
     out = torch.empty_like(q)
     for path in plan.paths:
         keys[0, :, plan.tail] = node_keys[:, path.nodes]
         values[0, :, plan.tail] = node_values[:, path.nodes]
-        tile = q.new_zeros(1, hkv, _tiled(len(path.own) * ratio), dim)
-        bias = plan.bias[:, :, path.depth * ratio :][:, :, : tile.shape[2]]
-        out[path.own] = _attend_rows(q[path.own].transpose(0, 1)[None], tile, keys, values, bias, score)[0]
+        bias = plan.bias[:, :, path.depth * ratio :][:, :, : path.tile.padded.shape[2]]
+        seen = slice(bias.shape[3])
+        part = q[path.own].transpose(0, 1)[None]
+        out[path.own] = _attend_rows(part, path.tile, keys[:, :, seen], values[:, :, seen], bias, score)[0]
     return out.flatten(1, 2)
 
 

@@ -309,12 +309,12 @@ def append_kv(
         _launch_append(k, v, arena, layout, layer, (page_id, store_slot, rot_slot), rope, space)
         return
     cpu.refuse_device("append_kv", k)
-    _check_places(layout.num_ids(arena), (page_id, store_slot, rot_slot), space)
+    check_places(layout.num_ids(arena), (page_id, store_slot, rot_slot), space)
     scales = layer_scales(arena, layout, layer, space) if layout.scaled else None
     cpu_attention.append_kv_cpu(k, v, view, page_id, store_slot, rot_slot, rope, space, scales)
 
 
-def _check_places(num_ids: int, places: Sequence[Tensor], space: Workspace) -> None:
+def check_places(num_ids: int, places: Sequence[Tensor], space: Workspace) -> None:
     """Refuse tokens that would lie outside the arena's pages, once a workspace; what is on a GPU is trusted."""
     if "places checked" in space or not places[0].numel():
         return
@@ -370,7 +370,7 @@ def _launch_append(
     if not num_tokens:
         return
     if "places" not in space:
-        _check_places(layout.num_ids(arena), places, space)
+        check_places(layout.num_ids(arena), places, space)
         space["places"] = [place.to(k.device, non_blocking=True) for place in places]
     block_heads, block_half = _power_of_two(heads), _power_of_two(dim // 2)
     _append_kernel[(num_tokens,)](

@@ -7,14 +7,17 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from csrc_triton import cpu
 from csrc_triton.attention import PageTable, paged_attention
-from csrc_triton.cpu_attention import Workspace
+from csrc_triton.cpu_attention import Workspace, self_attention_cpu
 from csrc_triton.fused import RopeTable, rmsnorm, rope_table, swiglu
-from csrc_triton.pages import KVLayout, append_kv
+from csrc_triton.launch import runs_kernel
+from csrc_triton.pages import KVLayout, append_kv, check_places, layer_scales, layer_view
 from csrc_triton.qmatmul import matmul, matmul_rmsnorm, swiglu_matmul
 from csrc_triton.quant import QTensor, take_rows
 from polymodel.config import ModelConfig, RopeConfig
@@ -85,15 +88,16 @@ def forward(
     for pages, count in zip(panel.lists, counts, strict=True):
         pages.reserve(count)
     kept = _kept_states(panel, counts)
-    place = _place(panel, counts, arena.workspace(model.layout), model.embed.device)
+    place = _place(panel, counts, model, arena)
     x = _states(panel, counts, model, arena) if panel.first_layer else _embedded(place.ids, model)
+    run = KERNELS if runs_kernel(x) else CPU
     norms = [layer.attn_norm for layer in model.layers] + [model.norm]
-    h = rmsnorm(x, norms[panel.first_layer], config.norm_eps)
+    h = run.rmsnorm(x, norms[panel.first_layer], config.norm_eps)
     for i, layer in enumerate(model.layers[panel.first_layer :], panel.first_layer):
-        y = _attention(h, i, layer, model, arena, place)
-        x, h = _add(x, y, layer.o, layer.post_attn_norm, layer.mlp_norm, config.norm_eps)
-        y = _mlp(h, layer, config)
-        x, h = _add(x, y, layer.down, layer.post_mlp_norm, norms[i + 1], config.norm_eps)
+        y = _attention(run, h, i, layer, model, arena, place)
+        x, h = _add(run, x, y, layer.o, layer.post_attn_norm, layer.mlp_norm, config.norm_eps)
+        y = _mlp(run, h, layer, config)
+        x, h = _add(run, x, y, layer.down, layer.post_mlp_norm, norms[i + 1], config.norm_eps)
         if i + 1 in kept:
             rows, states, slots = kept[i + 1]
             arena.write_states(state_layout(model, arena), states, slots, x[rows.to(x.device)])
@@ -102,7 +106,7 @@ def forward(
     if panel.wanted == "none":
         logits = x.new_empty(0, config.vocab_size)
     else:
-        logits = matmul(h[place.last] if panel.wanted == "last" else h, model.head, out_dtype=torch.float32)
+        logits = run.matmul(h[place.last] if panel.wanted == "last" else h, model.head, None, torch.float32)
     for pages, count in zip(panel.lists, counts, strict=True):
         pages.commit(count)
     return logits
@@ -162,12 +166,13 @@ class _Place:
     space: Workspace
 
 
-def _place(panel: Panel, counts: list[int], space: Workspace, device: torch.device) -> _Place:
-    table = pack_tables(panel.lists, counts)
+def _place(panel: Panel, counts: list[int], model: Model, arena: Arena) -> _Place:
+    table, space = pack_tables(panel.lists, counts), arena.workspace(model.layout)
     position, page, slot = pack_rows(panel.lists, counts, table)
+    check_places(model.layout.num_ids(arena.bytes), (page, slot, slot), space)
     ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return _Place(
-        ids=torch.tensor([token for ids in panel.ids for token in ids], dtype=torch.int64, device=device),
+        ids=torch.tensor([token for ids in panel.ids for token in ids], dtype=torch.int64, device=model.embed.device),
         position=position,
         page=page,
         slot=slot,
@@ -178,19 +183,51 @@ def _place(panel: Panel, counts: list[int], space: Workspace, device: torch.devi
     )
 
 
-def _add(x: Tensor, y: Tensor, w: QTensor, post_norm: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+class _Run(NamedTuple):
+    """What computes a forward: the launchers, or the CPU path without their checks: its operands are the forward's."""
+
+    matmul: Callable[[Tensor, QTensor, Tensor | None, torch.dtype | None], Tensor]  # x, w, bias, out_dtype
+    matmul_rmsnorm: Callable[[Tensor, QTensor, Tensor, float, Tensor], tuple[Tensor, Tensor]]  # .., eps, residual
+    rmsnorm: Callable[[Tensor, Tensor, float], Tensor]
+    swiglu: Callable[[Tensor, str, int], Tensor]
+
+
+def _matmul_rmsnorm_cpu(x: Tensor, w: QTensor, norm: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]:
+    y = cpu.matmul_cpu(x, w, None, residual)
+    return y, cpu.rmsnorm_cpu(y, norm, eps)
+
+
+KERNELS = _Run(
+    matmul=lambda x, w, bias, out_dtype: matmul(x, w, bias=bias, out_dtype=out_dtype),
+    matmul_rmsnorm=lambda x, w, norm, eps, residual: matmul_rmsnorm(x, w, norm, eps, residual=residual),
+    rmsnorm=rmsnorm,
+    swiglu=swiglu,
+)
+CPU = _Run(
+    matmul=lambda x, w, bias, out_dtype: cpu.matmul_cpu(x, w, bias),
+    matmul_rmsnorm=_matmul_rmsnorm_cpu,
+    rmsnorm=cpu.rmsnorm_cpu,
+    swiglu=cpu.swiglu_cpu,
+)
+
+
+def _add(
+    run: _Run, x: Tensor, y: Tensor, w: QTensor, post_norm: Tensor | None, norm: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """The residual stream x plus y . W^T, normed first where the model does, and the norm that the next block reads."""
     if post_norm is None:
-        return matmul_rmsnorm(y, w, norm, eps, residual=x)
-    x = rmsnorm(matmul(y, w), post_norm, eps).add_(x)
-    return x, rmsnorm(x, norm, eps)
+        return run.matmul_rmsnorm(y, w, norm, eps, x)
+    x = run.rmsnorm(run.matmul(y, w, None, None), post_norm, eps).add_(x)
+    return x, run.rmsnorm(x, norm, eps)
 
 
-def _attention(h: Tensor, i: int, layer: Layer, model: Model, arena: Arena, place: _Place) -> Tensor:
+def _attention(run: _Run, h: Tensor, i: int, layer: Layer, model: Model, arena: Arena, place: _Place) -> Tensor:
     config = model.config
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     rows = h.shape[0]
-    qkv = _stacked_matmul(h, layer.qkv, layer.qkv_bias).view(rows, heads + 2 * kv_heads, dim)
+    qkv = _stacked_matmul(run, h, layer.qkv, layer.qkv_bias).view(rows, heads + 2 * kv_heads, dim)
+    if run is CPU:
+        return _attention_cpu(qkv, i, layer, model, arena, place)
     q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = (_head_norm(t, w, config.norm_eps) for t, w in ((q, layer.q_norm), (k, layer.k_norm)))
@@ -212,13 +249,39 @@ def _attention(h: Tensor, i: int, layer: Layer, model: Model, arena: Arena, plac
     return y.view(rows, heads * dim)
 
 
-def _stacked_matmul(x: Tensor, weights: Sequence[QTensor], bias: Tensor | None) -> Tensor:
+def _attention_cpu(qkv: Tensor, i: int, layer: Layer, model: Model, arena: Arena, place: _Place) -> Tensor:
+    """qkv [T, heads + 2 kv heads, head_dim] -> [T, heads * head_dim]; the same bits in fewer operations."""
+    config, layout, space = model.config, model.layout, place.space
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    qk = qkv[:, : heads + kv_heads]
+    if layer.q_norm is not None and layer.k_norm is not None:
+        parts = (qk[:, :heads], layer.q_norm), (qk[:, heads:], layer.k_norm)
+        qk = torch.cat([_head_norm(x, weight, config.norm_eps) for x, weight in parts], 1)
+    y = self_attention_cpu(
+        qk,
+        qkv[:, heads + kv_heads :],
+        layer_view(arena.bytes, layout, i, space),
+        layer_scales(arena.bytes, layout, i, space) if layout.scaled else None,
+        place.tables,
+        place.cu_rows,
+        place.position,
+        place.page,
+        place.slot,
+        model.ropes[i],
+        scale=config.scale,
+        window=config.layer_window(i),
+        workspace=space,
+    )
+    return y.view(len(qkv), heads * config.head_dim)
+
+
+def _stacked_matmul(run: _Run, x: Tensor, weights: Sequence[QTensor], bias: Tensor | None) -> Tensor:
     """x times the rows of all weights [T, sum of rows]."""
     if len(weights) == 1:
-        return matmul(x, weights[0], bias=bias)
+        return run.matmul(x, weights[0], bias, None)
     sizes = [w.shape[0] for w in weights]
     biases: Sequence[Tensor | None] = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
-    return torch.cat([matmul(x, w, bias=b) for w, b in zip(weights, biases, strict=True)], dim=1)
+    return torch.cat([run.matmul(x, w, b, None) for w, b in zip(weights, biases, strict=True)], dim=1)
 
 
 def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -226,10 +289,10 @@ def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rmsnorm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
 
 
-def _mlp(h: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
+def _mlp(run: _Run, h: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
     if layer.gate_up.layout == "t64-glu":
         return swiglu_matmul(h, layer.gate_up, activation=config.activation)
-    return swiglu(matmul(h, layer.gate_up), config.activation, block=config.intermediate_size)
+    return run.swiglu(run.matmul(h, layer.gate_up, None, None), config.activation, config.intermediate_size)
 
 
 def backend_facts(device: torch.device, kv_dtype: torch.dtype) -> dict[str, str]:

@@ -16,8 +16,9 @@ from smollm import demo_engine, hosted
 from tiny import write_tiny
 from torch import Tensor
 
+from polymodel import Engine
 from polymodel.checkpoint import open_checkpoint
-from polymodel.config import Weights
+from polymodel.config import EngineConfig, Weights
 from polymodel.events import Events
 from polymodel.kv import Arena, PageList
 from polymodel.ledger import Ledger
@@ -57,7 +58,7 @@ class Subject:
 
     def stored(self, pages: PageList) -> Tensor:
         """[tokens, layers, k|v, kv heads, head dim]"""
-        layers = [self.model.layout.view(self.arena.bytes, i)[pages.pages] for i in range(self.model.layout.num_layers)]
+        layers = [pages.layout.view(pages.arena.bytes, i)[pages.pages] for i in range(pages.layout.num_layers)]
         tokens = torch.stack(layers).permute(1, 4, 0, 2, 3, 5).flatten(0, 1)
         return tokens[: len(pages)].clone()
 
@@ -206,6 +207,20 @@ def test_wherever_the_pages_lie(subject: Subject) -> None:
     subject.check(3, pages, logits)
     for other in blocks:
         other.free()
+
+
+@cases
+def test_after_its_model_left_and_came_back(subject: Subject, folder: Path, name: str, weights: Weights) -> None:
+    """A session whose model is unloaded between its verbs; its pages stay."""
+    ids, config = subject.prompts[3], EngineConfig(prefix_cache=False)
+    with Engine(kv_budget="16MiB", config=config) as engine, engine.lane.exclusive():
+        engine.add("m", folder / name, weights=weights)
+        session = engine.session("m")
+        for start, stop in ((0, 70), (70, 129), (129, 130)):
+            engine.unload("m")
+            assert not engine.residency.is_resident("m")
+            assert torch.equal(session.append(ids[start:stop]), subject.alone[3][stop - 1])
+        assert torch.equal(subject.stored(session.pages), subject.kv[3])
 
 
 @cases
