@@ -147,7 +147,8 @@ MIXED_SECONDS = 60.0
 def mixed_lane(lane_policy: LanePolicy, flooded: bool = True, max_wait: float | None = inf) -> Result:
     """A 32B chat, three small agents and a flood of 8K prompts for an 8B: all in memory, and never out of work.
 
-    As work only grows, all of it would be older than any max_wait after a while, and then the oldest goes first.
+    As work only grows, all of it would be older than any max_wait after a while, and then the oldest goes first under
+    every policy but byte-drr.
     """
     fleet = {
         "chat": Simulated(64 * GB, 32e9, 64 * 2 * 1024 * 2),

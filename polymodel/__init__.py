@@ -6,23 +6,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from polymodel.batch import Batch as Batch
     from polymodel.config import EngineConfig as EngineConfig
     from polymodel.engine import Engine as Engine
     from polymodel.engine import Output as Output
+    from polymodel.events import chrome_trace as chrome_trace
+    from polymodel.events import timeline as timeline
     from polymodel.session import Session as Session
     from polymodel.share import Verdict as Verdict
     from polymodel.share import can_share as can_share
 
 __version__ = "0.1.0"
 _HOME = {
+    "Batch": "batch",
     "Engine": "engine",
     "Output": "engine",
     "Session": "session",
     "EngineConfig": "config",
     "Verdict": "share",
     "can_share": "share",
+    "chrome_trace": "events",
+    "timeline": "events",
 }
-__all__ = ["Engine", "EngineConfig", "Output", "Session", "Verdict", "can_share", "errors"]
+__all__ = [
+    "Batch",
+    "Engine",
+    "EngineConfig",
+    "Output",
+    "Session",
+    "Verdict",
+    "can_share",
+    "chrome_trace",
+    "errors",
+    "timeline",
+]
 
 
 def __getattr__(name: str) -> Any:

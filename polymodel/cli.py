@@ -1,21 +1,23 @@
-"""The command `polymodel`: pull, run, chat, ps, demo, selfcheck."""
+"""The command `polymodel`: pull, run, chat, ps, share, plan, demo, selfcheck."""
 
 from __future__ import annotations
 
 import io
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
 
 import polymodel
-from polymodel.errors import FetchFailed, PolymodelError, PromptTooLong
-from polymodel.ledger import format_bytes
+from polymodel.config import PoolPolicy
+from polymodel.errors import DuplicateId, FetchFailed, InvalidRequest, PolymodelError, PromptTooLong
+from polymodel.ledger import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from polymodel.engine import Engine
@@ -183,6 +185,34 @@ def share(
 
 
 @app.command()
+def plan(
+    trace: Annotated[str, typer.Argument(help="Requests in order: a name a line, or JSON lines; - reads stdin.")],
+    model: Annotated[list[str], typer.Option(help="NAME=BYTES or NAME=PATH, once a model.")],
+    budget: Annotated[str, typer.Option(help="Bytes for weights, such as 24GiB.")],
+    policy: Annotated[str, typer.Option(help="Who makes room: lru, lru+backout or gdsf.")] = "lru",
+    pin: Annotated[list[str] | None, typer.Option(help="A model that stays; once a model.")] = None,
+    host_budget: Annotated[str, typer.Option(help="Bytes of host memory for models that made room.")] = "0",
+    hardware: Annotated[str | None, typer.Option(help="JSON file of measured speeds; without it, an H200's.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Replay a trace of requests: which would find their model in memory. Simulated; nothing is loaded."""
+    from polymodel import sim
+
+    found = sim.plan(
+        _sizes(model),
+        sim.read_trace(_lines_of(trace)),
+        _bytes("--budget", budget),
+        policy=cast(PoolPolicy, policy),
+        pinned=pin or (),
+        hardware=sim.H200 if hardware is None else sim.Hardware.from_json(hardware),
+        host_budget=_bytes("--host-budget", host_budget),
+    )
+    if as_json:
+        return _print_json(found.as_dict())
+    typer.echo(str(found))
+
+
+@app.command()
 def demo(
     max_new_tokens: TokensOption = 48,
     budget: Annotated[str, typer.Option(help="Bytes for weights; the three models take under 500 MiB.")] = "640MiB",
@@ -226,6 +256,49 @@ def selfcheck(
         _print_json({"passed": passed, "checks": [asdict(check) for check in checks]})
     if not passed:
         raise typer.Exit(1)
+
+
+def _bytes(option: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{option}: {error}") from error
+
+
+def _lines_of(trace: str) -> list[str]:
+    if trace == "-":
+        return sys.stdin.read().splitlines()
+    try:
+        return Path(trace).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"no trace can be read from {trace}: {error}") from error
+
+
+def _sizes(models: Sequence[str]) -> dict[str, int | dict[Hashable, int]]:
+    """Name -> its bytes, or the pieces of a file, so that a file under two names counts once."""
+    sizes: dict[str, int | dict[Hashable, int]] = {}
+    for given in models:
+        name, _, size = given.partition("=")
+        if not (name and size):
+            raise InvalidRequest(f"--model {given!r}: expected NAME=BYTES or NAME=PATH")
+        if name in sizes:
+            raise DuplicateId(f"--model {given!r}: a model named {name!r} is already there")
+        try:
+            sizes[name] = parse_bytes(size)
+        except ValueError:
+            sizes[name] = _pieces_of(size)
+    return sizes
+
+
+def _pieces_of(source: str) -> dict[Hashable, int]:
+    """Exact bytes by the file's headers, for the whole of the model's context."""
+    from polymodel.checkpoint import open_checkpoint, resolve
+    from polymodel.packing import plan_weights
+
+    path = resolve(source)
+    with open_checkpoint(path) as checkpoint:
+        planned = plan_weights(checkpoint, "file", checkpoint.config.max_context - 1)
+    return {(str(path), name): piece.nbytes for name, piece in planned.pieces.items()}
 
 
 @contextmanager

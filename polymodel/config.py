@@ -134,7 +134,7 @@ class EngineConfig:
     weight_check: WeightCheck = "sampled"  # of what is loaded again, against the digests of the first time
     lane_policy: LanePolicy = "byte-drr"
     quantum: int = 8  # decode steps of one model before the lane looks at the others
-    max_wait: float | None = None  # after which a request is overtaken at most once; None: 12 swap times, at least 5 s
+    max_wait: float | None = None  # then a request is overtaken once at most; None: 12 swaps, at least 5 s; inf: never
     prefill_chunk: int = 512  # prompt tokens in one forward
     max_batch: int = 64  # sequences of one model in a decode step
     max_queue: int = 1024  # waiting requests

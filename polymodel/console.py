@@ -7,12 +7,14 @@ import sys
 import threading
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 from polymodel.engine import Engine
 from polymodel.sequence import Sequence as Request
+
+POLL = 0.1  # seconds between two looks at what would stop the text
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Text:
-    """The text of one request, grown by what its last turn brought."""
+    """The text of one request, as far as it has come."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
         self.request = request
@@ -44,20 +46,24 @@ class Text:
 def follow(
     engine: Engine, requests: Sequence[Request], is_stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[tuple[int, str]]:
-    """Drive the lane; (index of the request, new text) after each turn. Leaving it cancels what still runs."""
-    texts = [Text(engine, request) for request in requests]
-    try:
-        while not all(request.is_over for request in requests) and not is_stopped():
-            engine.lane.turn()
+    """(index of the request, new text) as it comes. Leaving it cancels what still runs."""
+    texts, changed = [Text(engine, request) for request in requests], threading.Event()
+    with ExitStack() as stack:
+        for request in requests:
+            stack.callback(engine.cancel, request)
+            stack.enter_context(request.signal.listening(changed.set))
+        is_last = False
+        while not is_last and not is_stopped():
+            is_last = all(request.is_over for request in requests)  # before looking: nothing comes after it
             for i, text in enumerate(texts):
                 if new := text.new():
                     yield i, new
+            if not is_last:
+                changed.wait(POLL)
+                changed.clear()
         for request in requests:
             if request.error is not None:
                 raise request.error
-    finally:
-        for request in requests:
-            engine.lane.cancel(request)
 
 
 def printable(text: str) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 
+from polymodel.batch import Batch, check_size
 from polymodel.checkpoint import Checkpoint, open_checkpoint, resolve
 from polymodel.config import DEFAULT_DOMAIN, PUBLIC_DOMAIN, EngineConfig, KVKey, ModelConfig, Weights
 from polymodel.control import pick_drafter
@@ -22,10 +26,11 @@ from polymodel.lane import Lane
 from polymodel.ledger import Ledger, format_bytes, parse_bytes
 from polymodel.prefix import Lease, common_length
 from polymodel.residency import Hosted, Progress, Residency
-from polymodel.sequence import Context
+from polymodel.sequence import Context, Feed, LogitsProcessor
 from polymodel.sequence import Sequence as Request
 from polymodel.session import Session, check_ids
 from polymodel.share import Verdict, can_share
+from polymodel.sim import H200, Hardware, Plan, plan
 from polymodel.tokenizer import Tokenizer
 
 
@@ -33,7 +38,8 @@ from polymodel.tokenizer import Tokenizer
 class Metrics:
     """What a request cost. Times in seconds; counts of tokens."""
 
-    time_to_first_token: float
+    queue_seconds: float  # from submission to its first forward
+    time_to_first_token: float  # from submission
     decode_seconds: float  # first token to last
     tokens_per_second: float  # after the first token; 0.0 if there was only one
     num_prompt_tokens: int
@@ -41,6 +47,7 @@ class Metrics:
     num_resumed_tokens: int  # of the prompt: a sibling's lower layers were taken over
     num_prefill_token_layers: int  # tokens prefilled, times the layers that each went through
     num_output_tokens: int
+    num_preemptions: int  # times it gave its pages up for an older request
     num_target_forwards: int  # after the prefill
     num_drafted: int
     num_accepted: int
@@ -55,7 +62,7 @@ class Output:
     prompt_ids: list[int]
     tokens: list[int]  # the stop token included
     text: str
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop", "length" or "cancelled"
     metrics: Metrics
     receipt: dict[str, str]  # what decided the bits
 
@@ -63,15 +70,20 @@ class Output:
 class Engine:
     """Hosts models under one byte budget and decodes one at a time.
 
+    Its verbs may be called from any thread. Requests run in a thread of the engine's own, which is there while there
+    is work; `close`, or leaving the engine's with-block, ends it.
+
     Args:
         device: "cpu", "cuda" or "cuda:1"; "auto" is the CPU until the kernels have been measured on a GPU.
         budget: bytes of weights in memory, a number or a string such as "2GiB".
         kv_budget: bytes of KV pages, reserved when the engine starts.
-        config: everything else; budget and kv_budget given here stand over it. POLYMODEL=off in the environment
-            turns multi_model off: the same outputs, without drafting or sharing between models.
+        host_budget: bytes of host memory for the weights of models that left the device, and for the pages of preempted
+            requests. On a CPU it is the same memory, and comes on top of the budget.
+        config: everything else; budgets given here stand over it. POLYMODEL=off in the environment turns multi_model
+            off: the same outputs, without drafting or sharing between models.
 
     `table()` shows the models; `prefixes.stats` what the prefix cache holds and did; `ledger.of(kind)` bytes by owner,
-    of "weights", "kv", "band_states" and "host_kv"; `events` what happened when.
+    of the classes in `polymodel.ledger.CLASSES`; `events` what happened when.
     """
 
     def __init__(
@@ -79,6 +91,7 @@ class Engine:
         device: str = "auto",
         budget: int | str | None = None,
         kv_budget: int | str | None = None,
+        host_budget: int | str | None = None,
         config: EngineConfig | None = None,
     ) -> None:
         self.device = _device(device)
@@ -87,24 +100,30 @@ class Engine:
             self.config = replace(self.config, multi_model=False)
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
+        config = self.config
         self.events = Events()
         self.ledger = Ledger()
-        self.arena = Arena(_bytes("kv_budget", kv_budget, self.config.kv_budget), device=self.device)
-        self.ledger.set("kv", "arena", self.arena.nbytes)
-        weight_bytes = _bytes("budget", budget, self.config.budget)
-        share = self.config.multi_model
-        self.residency = Residency(weight_bytes, self.arena, self.ledger, self.events, self.device, share=share)
-        self.lane = Lane(self.config, self.residency, self.arena, self.events)
+        weight_bytes = _bytes("budget", budget, config.budget)
+        kv_bytes = _bytes("kv_budget", kv_budget, config.kv_budget)
+        # memory of a CPU is there when it is touched, so that pages can take over what idle weights leave
+        most = kv_bytes + weight_bytes if config.kv_borrows and self.device.type == "cpu" else kv_bytes
+        self.arena = Arena(kv_bytes, device=self.device, max_bytes=min(most, max(kv_bytes, _physical_bytes())))
+        self.residency = Residency(
+            weight_bytes,
+            self.arena,
+            self.ledger,
+            self.events,
+            self.device,
+            share=config.multi_model,
+            host_budget=_bytes("host_budget", host_budget, config.host_budget),
+            policy=config.pool_policy,
+            ttl=config.ttl,
+            host_ttl=config.host_ttl,
+            weight_check=config.weight_check,
+        )
+        self.lane = Lane(config, self.residency, self.arena, self.events)
         self.prefixes = self.lane.prefill.cache
-        self.prefixes.on_change = self.arena.on_states = self._account
         self._public: list[tuple[KVKey, list[int], Lease | None]] = []  # prefixes open to all
-
-    def _account(self) -> None:
-        """What the arena's bytes are for."""
-        cached, states = self.prefixes.nbytes, self.arena.state_bytes
-        self.ledger.set("kv", "prefixes", cached)
-        self.ledger.set("kv", "arena", self.arena.nbytes - cached - states)
-        self.ledger.set("band_states", "arena", states)
 
     # ---- models
 
@@ -115,23 +134,46 @@ class Engine:
         *,
         weights: Weights = "file",
         pin: bool = False,
+        lane_share: float = 1.0,
+        ttl: float | None = None,
         progress: Progress | None = None,
     ) -> ModelHandle:
         """Host a model: a GGUF file, a safetensors folder, a pulled name, or an open checkpoint.
 
         weights: "file" keeps the checkpoint's own formats; "q8", "q4", "w8a8", "bf16" and "f32" convert.
+        lane_share: its part of the lane beside the other models', where lane_policy is "byte-drr".
+        ttl: seconds of idleness after which it leaves the device, over EngineConfig.ttl.
         TooLarge, PinnedNoRoom and every checkpoint error leave the engine as it was.
         """
-        with self.lane.lock:
-            self.lane.check_open()
-            checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(resolve(source))
-            try:
-                self.residency.add(name, checkpoint, weights, pin, progress)
-            except BaseException:
-                if checkpoint is not source:
-                    checkpoint.close()
-                raise
+        self.lane.check_open()
+        checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(resolve(source))
+        try:
+            with self.lane.exclusive():
+                hosted = self.residency.sized(name, checkpoint, weights, ttl)
+                self.lane.scheduler.set_weight(name, lane_share)
+            self._bring_in(hosted, pin, progress)
+        except BaseException:
+            if name not in self:
+                self.lane.scheduler.forget(name)
+            if checkpoint is not source:
+                checkpoint.close()
+            raise
         return self[name]
+
+    def _bring_in(self, hosted: Hosted, pin: bool, progress: Progress | None) -> None:
+        """The lane goes on while the newcomer is read."""
+        self.residency.compare(hosted)
+        with self.lane.exclusive():
+            self.lane.check_open()
+            load = self.residency.begin(hosted, pin, progress)
+        try:
+            load.join()
+        except BaseException as error:
+            with self.lane.exclusive():
+                self.residency.abort(load, error)
+            raise
+        with self.lane.exclusive():
+            self.residency.finish(load)
 
     def __getitem__(self, name: str) -> ModelHandle:
         hosted = self.residency[name]
@@ -141,33 +183,34 @@ class Engine:
         return name in self.residency.hosted
 
     def pin(self, name: str) -> None:
-        with self.lane.lock:
+        with self.lane.exclusive():
             self.residency.set_pinned(name, True)
 
     def unpin(self, name: str) -> None:
-        with self.lane.lock:
+        with self.lane.exclusive():
             self.residency.set_pinned(name, False)
 
     def unload(self, name: str) -> None:
         """Give a model's memory back; it loads again when it is asked for."""
-        with self.lane.lock:
+        with self.lane.exclusive():
             self.residency.unload(name)
 
     def remove(self, name: str) -> None:
         """Forget a model; its running requests are cancelled, its sessions' later verbs raise Forgotten."""
-        with self.lane.lock:
-            self.residency[name]
+        with self.lane.exclusive():
+            self.residency.unload(name)  # or it is refused before anything is ended
             self.lane.remove(name)
             self.residency.remove(name)
 
     @property
     def budget(self) -> int:
-        return self.residency.pool.budget
+        """Bytes of weights; some of them may be lent to KV pages (`residency.lent`)."""
+        return self.residency.pool.budget + self.residency.lent
 
     @budget.setter
     def budget(self, size: int | str) -> None:
         """Shrinking gives up the coldest models; PinnedNoRoom changes nothing."""
-        with self.lane.lock:
+        with self.lane.exclusive():
             self.residency.resize(_bytes("budget", size, 0))
 
     # ---- requests
@@ -175,14 +218,44 @@ class Engine:
     def generate(self, model: str, prompt: str | None = None, **options: Any) -> Output:
         """Run one request to its end. Options as in `submit`."""
         request = self.submit(model, prompt, **options)
-        self.wait(request)
+        try:
+            self.wait(request)
+        except BaseException:
+            self.cancel(request)
+            raise
         return self.output(request)
 
     def stream(self, model: str, prompt: str | None = None, **options: Any) -> Iterator[str]:
-        """Pieces of text as they come; concatenated they are generate's text. Closing it cancels the request."""
+        """Pieces of text as they come; concatenated they are generate's text. Closing it cancels the request.
+
+        The lane does not wait for whoever reads: pieces that were not read yet are kept.
+        """
         pieces = self._pieces(self.submit(model, prompt, **options))
         next(pieces)  # begun, so that closing it reaches the request even before the first piece
         return pieces
+
+    async def agenerate(self, model: str, prompt: str | None = None, **options: Any) -> Output:
+        """`generate` for asyncio; cancelling the task cancels the request."""
+        request = self.submit(model, prompt, **options)
+        try:
+            await self._until(request, lambda: request.is_over)
+        finally:
+            self.lane.abandon(request)
+        if request.error is not None:
+            raise request.error
+        return self.output(request)
+
+    async def astream(self, model: str, prompt: str | None = None, **options: Any) -> AsyncIterator[str]:
+        """`stream` for asyncio."""
+        request = self.submit(model, prompt, **options)
+        pieces = _Pieces(self.residency[model].tokenizer, request)
+        try:
+            while not pieces.is_over:
+                await self._until(request, pieces.is_ready)
+                for piece in pieces.take():
+                    yield piece
+        finally:
+            self.lane.abandon(request)
 
     def submit(
         self,
@@ -197,21 +270,41 @@ class Engine:
         stop_at_eos: bool = True,
         draft: str | None = "auto",
         domain: str = DEFAULT_DOMAIN,
+        priority: int = 0,
+        deadline: float | None = None,
+        logits_processor: LogitsProcessor | None = None,
+        on_token: Callable[[int], None] | None = None,
     ) -> Request:
-        """Queue a request; `wait`, `output` and `run` bring it on.
+        """Queue a request, which runs by itself; `wait`, `output` and `cancel` take it.
 
         Exactly one of prompt (plain text: special tokens in it are text), prompt_ids and messages (through the
-        model's chat template). draft: another hosted model of the same vocabulary, None, or "auto", which does not
-        draft in this version. domain: whose
-        request it is; nothing cached passes from one domain to another. A front sets it from its caller's credentials.
+        model's chat template).
+
+        Args:
+            draft: another hosted model of the same vocabulary, None, or "auto", which does not draft in this version.
+            domain: whose request it is; nothing cached passes from one domain to another. A front sets it from its
+                caller's credentials.
+            priority: larger goes first among this model's requests, and before other models' under
+                lane_policy="priority"; the last in line is the first to be preempted.
+            deadline: seconds from now; DeadlineExceeded if it passes before the last token.
+            logits_processor: called with the tokens so far and the logits [vocab] float32 after them, gives logits.
+            on_token: called with each token. Both are called by the lane and must not wait for it; what they raise
+                ends this request and no other.
         """
         self.lane.check_open()
         hosted = self.residency[model]
         tokenizer = hosted.tokenizer  # a checkpoint without one is refused before any work
         if temperature != 0.0:
             raise InvalidRequest(f"temperature={temperature}: this version decodes greedily, expected 0.0")
-        if max_new_tokens < 1:
-            raise InvalidRequest(f"max_new_tokens={max_new_tokens}, expected at least 1")
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise InvalidRequest(f"max_new_tokens={max_new_tokens!r}, expected a number of at least 1")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequest(f"priority={priority!r}, expected an integer")
+        if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float)):
+            raise InvalidRequest(f"deadline={deadline!r}, expected seconds from now, or None")
+        for name, hook in (("logits_processor", logits_processor), ("on_token", on_token)):
+            if hook is not None and not callable(hook):
+                raise InvalidRequest(f"{name}={hook!r}, expected something to call, or None")
         ids = check_ids(_prompt_ids(hosted, prompt, prompt_ids, messages), hosted.config, 0, max_new_tokens)
         drafter = pick_drafter(draft, model, self.residency, self.config.multi_model)
         request = Request(
@@ -221,6 +314,10 @@ class Engine:
             max_new_tokens=max_new_tokens,
             stop_ids=frozenset(tokenizer.stop_ids) if stop_at_eos else frozenset(),
             pages=self.lane.prefill.new_pages(model),
+            priority=priority,
+            deadline=math.inf if deadline is None else time.perf_counter() + deadline,
+            logits_processor=logits_processor,
+            on_token=on_token,
             drafter=drafter,
             draft_pages=PageList(self.arena, self.residency[drafter].layout) if drafter else None,
         )
@@ -228,39 +325,42 @@ class Engine:
         return request
 
     def run(self) -> None:
-        """Work until no request is left."""
-        while self.lane.turn():
-            pass
+        """Wait until no request is left."""
+        while requests := self.lane.requests:
+            for request in requests:
+                self.lane.wait(request)
 
     def wait(self, request: Request) -> None:
-        """Work until this request is over; raise what it failed with."""
-        while not request.is_over:
-            self.lane.turn()
+        """Wait until this request is over; raise what it failed with."""
+        self.lane.wait(request)
         if request.error is not None:
             raise request.error
 
+    def cancel(self, request: Request) -> None:
+        """End a request at the lane's next step; what is over stays what it was."""
+        self.lane.cancel(request)
+
     def _pieces(self, request: Request) -> Iterator[str]:
-        text = self.residency[request.model].tokenizer.decode_stream(continues=True)
-        sent = 0
+        pieces = _Pieces(self.residency[request.model].tokenizer, request)
         try:
             yield ""
-            while True:
-                is_over = request.is_over  # before looking at the tokens: none come after it
-                shown = _shown(request)
-                for token in shown[sent:]:
-                    if piece := text.push(token):
-                        yield piece
-                sent = len(shown)
-                if is_over:
-                    break
-                if sent == len(_shown(request)):
-                    self.lane.turn()
-            if request.error is not None:
-                raise request.error
-            if piece := text.flush():
-                yield piece
+            while not pieces.is_over:
+                self.lane.wait_until(request, pieces.is_ready)
+                yield from pieces.take()
         finally:
-            self.lane.cancel(request)
+            self.lane.abandon(request)
+
+    async def _until(self, request: Request, done: Callable[[], bool]) -> None:
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(changed.set)
+
+        with request.signal.listening(wake):
+            while not done():
+                await changed.wait()
+                changed.clear()
 
     def output(self, request: Request) -> Output:
         """The result of a request that is over."""
@@ -281,6 +381,14 @@ class Engine:
         """The facts that decide bits, and their digest."""
         return self.lane.prefill.facts(model)
 
+    def batch(self, model: str, size: int, *, domain: str = DEFAULT_DOMAIN) -> Batch:
+        """`size` empty sequences in the caller's hands that prefill and decode together."""
+        count = check_size(size)
+        with self.lane.exclusive():
+            self.lane.check_open()
+            self.residency[model]
+            return Batch([Session(self.lane, model, check_domain(domain)) for _ in range(count)])
+
     def session(self, model: str, *, prefix: Session | None = None, domain: str | None = None) -> Session:
         """A sequence in the caller's hands, empty or going on from another session's tokens.
 
@@ -290,19 +398,20 @@ class Engine:
         """
         if prefix is not None and not isinstance(prefix, Session):
             raise InvalidRequest(f"prefix={prefix!r}, expected a session or None")
-        with self.lane.lock:
-            self.lane.check_open()
-            self.residency[model]
-            if prefix is None:
-                return Session(self.lane, model, check_domain(DEFAULT_DOMAIN if domain is None else domain))
+        self.lane.check_open()
+        self.residency[model]
+        if prefix is not None:
             return self._session_from(model, prefix, prefix.domain if domain is None else check_domain(domain))
+        with self.lane.exclusive():
+            return Session(self.lane, model, check_domain(DEFAULT_DOMAIN if domain is None else domain))
 
     def _session_from(self, model: str, prefix: Session, domain: str) -> Session:
         ours, theirs = self[model], self[prefix.model]
         verdict = can_share(replace(theirs, domain=prefix.domain), replace(ours, domain=domain))
         if not verdict:
             raise NotShareable(f"session({model!r}): nothing of {prefix.model!r} can be shared: {verdict.reason}")
-        session = Session(self.lane, model, domain)
+        with self.lane.exclusive():
+            session = Session(self.lane, model, domain)
         try:
             session.continue_from(prefix)
         except BaseException:
@@ -325,9 +434,11 @@ class Engine:
         It stays until `forget` with domain="*". Only what an operator declares passes between domains.
         """
         ids = self._prefix_ids(model, prompt, prompt_ids, messages)
-        with self.lane.lock:
-            lease = self._cache("share_prefix", model, ids, PUBLIC_DOMAIN)
+
+        def publish(lease: Lease | None) -> None:
             self._public.append((self.lane.prefill.key(model, PUBLIC_DOMAIN), ids, lease))
+
+        self._cache("share_prefix", model, ids, PUBLIC_DOMAIN, publish)
         return len(ids)
 
     def warm(
@@ -341,8 +452,7 @@ class Engine:
     ) -> int:
         """Prefill a prompt that may be asked for, and cache it as the first to go; its tokens."""
         ids = self._prefix_ids(model, prompt, prompt_ids, messages, is_asked=True)
-        with self.lane.lock:
-            self._cache("warm", model, ids, check_domain(domain), warm=True)
+        self._cache("warm", model, ids, check_domain(domain))
         return len(ids)
 
     def forget(
@@ -362,25 +472,32 @@ class Engine:
         ids = self._prefix_ids(model, prompt, prompt_ids, messages)
         if domain != PUBLIC_DOMAIN:
             return self.lane.forget(model, ids, check_domain(domain))
-        with self.lane.lock:
+        with self.lane.exclusive():
             return self._forget_public(model, ids)
 
     def drop_domain(self, domain: str) -> int:
         """Free what is cached for a domain, and end its requests and sessions; cached tokens freed."""
         return self.lane.drop_domain(check_domain(domain))
 
-    def _cache(self, verb: str, model: str, ids: list[int], domain: str, warm: bool = False) -> Lease | None:
-        """Prefill a prefix for nobody yet; the lease that keeps it cached."""
+    def _cache(
+        self, verb: str, model: str, ids: list[int], domain: str, publish: Callable[[Lease | None], None] | None = None
+    ) -> None:
+        """Prefill a prefix for nobody yet. publish takes the lease that keeps it; without, it is the first to go."""
         if not self.config.prefix_cache:
             raise InvalidRequest(f"{verb}: nothing is cached with EngineConfig.prefix_cache=False")
         context = Context(model=model, domain=domain, tokens=ids, pages=self.lane.prefill.new_pages(model))
+        feed = Feed(into=context, kind="prefill")
         try:
-            self.lane.extend(context, "prefill")
-            self.lane.prefill.keep(context, warm=warm)
-            lease, context.lease = context.lease, None
-            return lease
+            self.lane.enter([feed])
+            self.lane.wait_for([feed])
+            with self.lane.exclusive():
+                self.lane.prefill.keep(context, warm=publish is None)
+                if publish is not None:
+                    publish(context.lease)
+                    context.lease = None
         finally:
-            self.lane.prefill.drop(context)
+            with self.lane.exclusive():
+                self.lane.prefill.drop(context)
 
     def _prefix_ids(
         self,
@@ -412,7 +529,7 @@ class Engine:
 
     def table(self) -> Table:
         """One row a model."""
-        with self.lane.lock:
+        with self.lane.exclusive():
             return self._table()
 
     def _table(self) -> Table:
@@ -430,11 +547,11 @@ class Engine:
                     "computed": "+".join(schemes),
                     "bytes": hosted.plan.nbytes,
                     "shared_bytes": self.residency.shared_bytes(name),
-                    "state": "memory" if is_in else "disk",
+                    "state": self.residency.state(name),
                     "pinned": is_in and self.residency.pool[name].pinned,
                     "row_by_row": list(hosted.notes),
                     "shares": self._shares(hosted),
-                    "requests": sum(r.model == name for r in self.lane.live),
+                    "requests": sum(r.model == name for r in self.lane.requests),
                 }
             )
         return Table(rows)
@@ -449,12 +566,26 @@ class Engine:
 
     def max_concurrent_decode(self) -> int:
         """Decode steps that overlapped in time, from the recorded intervals."""
-        return max_concurrent(self.events.of("decode"))
+        return max_concurrent(self.events.of("decode", "verify"))
+
+    def plan(
+        self, trace: Iterable[str | tuple[float, str]], budget: int | str | None = None, hardware: Hardware = H200
+    ) -> Plan:
+        """What serving this trace of model names would cost in misses and stall, simulated, and nothing is loaded.
+
+        budget: of weights, by default the engine's. hardware: what the seconds are computed from.
+        """
+        with self.lane.exclusive():
+            sizes = self.residency.plan_pieces()
+            pinned = [name for name in self.residency.pool.names() if self.residency.pool[name].pinned]
+        budget = _bytes("budget", budget, self.budget)
+        policy, host = self.config.pool_policy, self.residency.host_budget
+        return plan(sizes, trace, budget, policy=policy, pinned=pinned, hardware=hardware, host_budget=host)
 
     def close(self) -> None:
         """Fail what is running, give all memory back."""
         self.lane.close()
-        with self.lane.lock:
+        with self.lane.exclusive():
             for name in list(self.residency.hosted):
                 self.residency.remove(name)
 
@@ -542,6 +673,11 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def _physical_bytes() -> int:
+    """Of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _bytes(name: str, size: int | str | None, default: int) -> int:
     if size is None:
         return default
@@ -583,6 +719,34 @@ def _prompt_ids(
     return hosted.tokenizer.encode(prompt)
 
 
+class _Pieces:
+    """The text of a request as it comes, for one reader."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        self._request = request
+        self._text = tokenizer.decode_stream(continues=True)
+        self._num_taken = 0
+        self.is_over = False
+
+    def is_ready(self) -> bool:
+        return self._request.is_over or len(_shown(self._request)) > self._num_taken
+
+    def take(self) -> Iterator[str]:
+        """What has come since; raise what the request failed with."""
+        is_last = self._request.is_over  # before looking at the tokens: none come after it
+        shown = _shown(self._request)
+        for token in shown[self._num_taken :]:
+            if piece := self._text.push(token):
+                yield piece
+        self._num_taken = len(shown)
+        if is_last:
+            self.is_over = True
+            if self._request.error is not None:
+                raise self._request.error
+            if piece := self._text.flush():
+                yield piece
+
+
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
     """What streaming these ids would have shown."""
     stream = tokenizer.decode_stream(continues=True)
@@ -600,6 +764,7 @@ def _metrics(request: Request) -> Metrics:
     seconds = max(request.finished - request.first_token, 0.0) if request.first_token else 0.0
     forwards = request.num_forwards
     return Metrics(
+        queue_seconds=max((request.first_served or request.finished) - request.submitted, 0.0),
         time_to_first_token=(request.first_token or time.perf_counter()) - request.submitted,
         decode_seconds=seconds,
         tokens_per_second=(count - 1) / seconds if count > 1 and seconds else 0.0,
@@ -608,6 +773,7 @@ def _metrics(request: Request) -> Metrics:
         num_resumed_tokens=request.num_resumed,
         num_prefill_token_layers=request.num_token_layers,
         num_output_tokens=count,
+        num_preemptions=request.num_preempted,
         num_target_forwards=forwards,
         num_drafted=request.num_drafted,
         num_accepted=request.num_accepted,

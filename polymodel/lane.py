@@ -1,32 +1,51 @@
-"""The one decode loop: whose turn, prefill, draft, verify, accept, commit. Only the lane issues forwards."""
+"""The one decode loop: whose turn, prefill, draft, verify, accept, commit. Only the lane issues forwards.
+
+It runs in a thread of its own while there is work. Requests and the feeds of sessions are handed to it from any
+thread and join or leave between two of its steps. `exclusive` holds it still, and whoever holds it drives it himself.
+"""
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from csrc_triton.pages import KVLayout
 from polymodel.accept import accept_chain
-from polymodel.config import DEFAULT_DOMAIN, EngineConfig
+from polymodel.config import DEFAULT_DOMAIN, PAGE_TOKENS, EngineConfig
 from polymodel.control import draft_length
 from polymodel.draft import draft_chain, settle
-from polymodel.errors import EngineClosed, KVFull, NonFiniteLogits, QueueFull
+from polymodel.errors import (
+    DeadlineExceeded,
+    EngineClosed,
+    InvalidRequest,
+    KVFull,
+    NonFiniteLogits,
+    QueueFull,
+    UnknownModel,
+)
 from polymodel.events import Events, Kind
 from polymodel.kv import Arena
 from polymodel.model import Model, Panel, forward
-from polymodel.prefill import Prefill, Rows, next_rows, prefill
+from polymodel.prefill import Prefill, Rows, next_rows
 from polymodel.provisional import Provisional
 from polymodel.residency import Residency
 from polymodel.sample import greedy
-from polymodel.schedule import RoundRobin
-from polymodel.sequence import Context, PagesSink, Sequence, State
+from polymodel.schedule import Scheduler
+from polymodel.schedule import Work as ModelWork
+from polymodel.sequence import Context, Feed, PagesSink, Sequence, State, Work
+
+LINGER = 2.0  # seconds that the thread stays without work
 
 
 class Holder(Protocol):
@@ -42,83 +61,183 @@ class Holder(Protocol):
 
 
 class Lane:
-    """A turn is one model and all its ready sequences. Whoever waits for a request drives the lane, one at a time."""
+    """A turn is one model and all that waits for it: a chunk of prompts and up to a quantum of decode steps."""
 
     def __init__(self, config: EngineConfig, residency: Residency, arena: Arena, events: Events) -> None:
         self.config = config
         self.residency = residency
         self.arena = arena
         self.events = events
-        self.lock = threading.RLock()
-        self.live: list[Sequence] = []
+        self.scheduler = Scheduler(config.lane_policy, max_wait=config.max_wait)
+        self.prefill = Prefill(config, residency, arena, events)
+        self.live: list[Work] = []  # appended to from any thread, under _wake
         self.sessions: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.session_numbers = count()
         self.orphans: deque[tuple[Context, str]] = deque()  # of sessions that nobody closed, and their ledger's names
         self.is_closed = False
-        self._cancelled: list[Sequence] = []  # in the midst of something
-        self.prefill = Prefill(config, residency, arena, events)
-        self._policy = RoundRobin()
+        self._lock = threading.RLock()  # held for a turn, and by who wants none
+        self._wake = threading.Condition()  # there is work, or the thread is to end
+        self._door = threading.Condition()  # guests wait for the lock
+        self._num_guests = 0
+        self._num_admitted = 0  # guests that were let in, ever
+        self._is_in_step = False
+        self._ended: deque[tuple[Work, BaseException | None]] = deque()  # from outside; None: a cancelled request
+        self._numbers = count()
+        self._num_threads = torch.get_num_threads()
+        self._thread: threading.Thread | None = None
+        self._death: BaseException | None = None
+        self._demote_at: float | None = None  # time.monotonic
+        residency.on_swap = self.scheduler.swapped
+        residency.reclaim_lent = self._return_weights
         arena.reclaimers += [self._give_up_drafts, self._give_up_states, self.prefill.cache.reclaim]
+        if config.kv_borrows:
+            arena.reclaimers.append(self._give_up_weights)
+        self.prefill.cache.on_change = arena.on_states = self.account
+        self.account()
+
+    def account(self) -> None:
+        """What the arena's bytes are for."""
+        ledger, cached, states = self.residency.ledger, self.prefill.cache.nbytes, self.arena.state_bytes
+        drafts = sum(r.draft_pages.nbytes for r in self.requests if r.draft_pages is not None)
+        ledger.set("kv", "prefixes", cached)
+        ledger.set("kv", "arena", self.arena.nbytes - cached - states - drafts)
+        ledger.set("draft_kv", "arena", drafts)
+        ledger.set("band_states", "arena", states)
+
+    # ---- whoever calls
 
     def check_open(self) -> None:
+        if self._death is not None:
+            raise EngineClosed(f"the lane died of {self._death!r}") from self._death
         if self.is_closed:
             raise EngineClosed("the engine is closed")
 
     def submit(self, sequence: Sequence) -> None:
-        with self.lock:
+        """Queue a request; it joins between two steps."""
+        sequence.on_done = self._retire
+        with self._wake:
             self.check_open()
-            if len(self.live) >= self.config.max_queue:
-                raise QueueFull(
-                    f"{len(self.live)} requests are waiting or running, max_queue is {self.config.max_queue}"
-                )
-            sequence.on_done = self.prefill.retire
-            self.live.append(sequence)
+            count = sum(not work.is_over for work in self.live)
+            if count >= self.config.max_queue:
+                raise QueueFull(f"{count} requests are waiting or running, max_queue is {self.config.max_queue}")
+            self._enter(sequence)
 
-    def extend(self, context: Context, kind: Kind, other: Context | None = None) -> Tensor | None:
-        """Bring all tokens of a context into its pages; logits [vocab] after the last, if that was computed.
+    def _enter(self, work: Work) -> None:
+        self._start_thread()
+        work.number = next(self._numbers)
+        self.live.append(work)
+        self._num_threads = torch.get_num_threads()
 
-        A prefill takes over what is cached, or what the other context holds of the same tokens; an error leaves the
-        pages with the tokens they had. A decode is one forward.
-        """
-        with self.lock, self._work(), self.residency.lease(context.model) as model:
+    def _start_thread(self) -> None:
+        """Where there is none; it begins once _wake is let go."""
+        if not self._is_held and self._thread is None and not self.is_closed:
+            thread = threading.Thread(target=self._run, name="polymodel lane", daemon=True)
+            thread.start()
+            self._thread = thread
+            atexit.register(self._stop)  # a thread inside torch must not outlive the interpreter
+        self._wake.notify_all()
+
+    def enter(self, feeds: Seq[Feed]) -> None:
+        """Hand tokens in."""
+        with self._wake:
             self.check_open()
-            before, counts = len(context.pages), (context.num_cached, context.num_resumed)
-            logits: Tensor | None = None
-            try:
-                if other is not None:
-                    self.prefill.take(context, other)
-                elif kind == "prefill":
-                    self.prefill.begin(context)
-                while len(context.pages) < len(context.tokens):
-                    rows = next_rows(context, self.config.prefill_chunk)
-                    logits = prefill(model, self.arena, [rows], self.events, context.model, kind)
-            except BaseException:
-                if kind == "prefill":
-                    context.pages.rollback(len(context.pages) - before)
-                context.num_cached, context.num_resumed = counts
-                raise
-            finally:
-                context.resume_until = 0
-            return None if logits is None else logits[0]
+            for feed in feeds:
+                self._enter(feed)
+
+    def wait_for(self, feeds: Seq[Feed]) -> None:
+        """Until the lane is through with them; the first error of any. If the wait is interrupted, so are they."""
+        try:
+            for feed in feeds:
+                self.wait(feed)
+        except BaseException as error:
+            self._ended.extend((feed, error) for feed in feeds)
+            with self.exclusive():
+                self._clear_up()
+            raise
+        for feed in feeds:
+            if feed.error is not None:
+                raise feed.error
+
+    def wait(self, work: Work) -> None:
+        """Until it is over."""
+        self.wait_until(work, lambda: work.is_over)
+
+    def wait_until(self, work: Work, done: Callable[[], bool]) -> None:
+        """Until the work has come so far. Whoever holds the lane drives it."""
+        if not self._is_held:
+            return work.signal.wait(done)
+        if self._is_in_step:
+            raise InvalidRequest("a hook or a sink waits for the lane that runs it; hand the work in without waiting")
+        while not done():
+            self.turn()
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a request; later, if this thread is in the midst of the lane's work, as when its collector calls."""
-        if self.lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
-            self._cancelled.append(sequence)
-            return
-        with self.lock:
-            self._end(sequence)
+        """End a request between two steps."""
+        self.abandon(sequence)
+        with self.exclusive():
+            if not self._is_in_step:
+                self._clear_up()
 
-    def _end(self, sequence: Sequence) -> None:
-        sequence.finish("cancelled")
-        self._drop_finished()
+    def abandon(self, sequence: Sequence) -> None:
+        """`cancel` that does not wait, for a garbage collector may call it anywhere."""
+        self._ended.append((sequence, None))
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether this thread has the lane to itself."""
+        return self._lock._is_owned()  # type: ignore[attr-defined,no-any-return]  # as threading.Condition asks
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """The lane stands still, between two of its steps, while the block runs."""
+        if self._is_held:
+            yield
+            return
+        with self._door:
+            self._num_guests += 1
+        try:
+            try:
+                self._lock.acquire()
+            finally:
+                with self._door:
+                    self._num_guests -= 1
+                    self._num_admitted += 1
+                    self._door.notify_all()
+            self._clear_up()
+            yield
+            self._unblock()
+        finally:
+            if self._is_held:  # not if the wait was interrupted
+                try:
+                    self._note_demotion()
+                finally:
+                    self._lock.release()
+            if self.live or self._demote_at is not None:
+                with self._wake:
+                    self._start_thread()
+
+    def close(self) -> None:
+        """Fail what is still running; nothing can be handed in afterwards."""
+        self._stop()
+        with self.exclusive():
+            self._fail_all(EngineClosed("the engine was closed"))
+
+    def _stop(self) -> None:
+        with self._wake:
+            self.is_closed = True
+            self._wake.notify_all()
+            thread = self._thread
+        if thread is not None and not self._is_held and thread is not threading.current_thread():
+            thread.join()
+
+    # ---- what is given up on request
 
     def forget(self, name: str, tokens: list[int], domain: str, keep: int = 0) -> int:
         """Strike out what begins with these tokens, cached or live, for all models of this vocabulary; cached tokens.
 
         Requests fail with Forgotten, and so do the later verbs of sessions.
         """
-        with self.lock:
+        with self.exclusive():
             vocabulary = self.vocabulary(name)
             for one in self._holders(domain):
                 if one.tokens[: len(tokens)] == tokens and self.vocabulary(one.model) in ("", vocabulary):
@@ -128,7 +247,7 @@ class Lane:
 
     def drop_domain(self, domain: str) -> int:
         """Free what is cached for a domain, and end its requests and sessions; cached tokens."""
-        with self.lock:
+        with self.exclusive():
             for one in self._holders(domain):
                 one.strike(f"the domain {domain!r} was dropped")
             self._drop_finished()
@@ -140,128 +259,348 @@ class Lane:
 
     def remove(self, name: str) -> None:
         """End what a model's requests and sessions do, and let nobody draft by it."""
-        with self.lock:
-            for request in list(self.live):
-                if request.model == name:
-                    self._end(request)
-                elif request.drafter == name:
-                    request.drop_drafter()
-            for session in list(self.sessions):
-                if session.model == name:
-                    session.strike(f"the model {name!r} was removed")
+        for request in self.requests:
+            if request.model == name:
+                request.finish("cancelled")
+            elif request.drafter == name:
+                request.drop_drafter()
+        for session in list(self.sessions):
+            if session.model == name:
+                session.strike(f"the model {name!r} was removed")
+        self._drop_finished()
+        self.scheduler.forget(name)
+
+    @property
+    def requests(self) -> list[Sequence]:
+        """Those that are not over, in order of arrival."""
+        return [work for work in tuple(self.live) if isinstance(work, Sequence) and not work.is_over]
 
     def _holders(self, domain: str) -> list[Holder]:
-        everyone: list[Holder] = [*self.live, *self.sessions]
+        everyone: list[Holder] = [*self.requests, *self.sessions]
         return [one for one in everyone if one.domain == domain]
 
-    @contextmanager
-    def _work(self) -> Iterator[None]:
-        """Clear up before and after: what sessions left that are gone, and what was to be cancelled meanwhile."""
-        self._clear_up()
+    # ---- the thread
+
+    def _run(self) -> None:
         try:
-            yield
-        finally:
+            while self._has_work():
+                if torch.get_num_threads() != self._num_threads:
+                    torch.set_num_threads(self._num_threads)
+                self._let_in()
+                self.turn()
+        except BaseException as error:
+            self._die(error)
+
+    def _let_in(self) -> None:
+        """Guests that wait come before the next turn; those who come meanwhile come after it."""
+        with self._door:
+            due = self._num_admitted + self._num_guests
+            self._door.wait_for(lambda: self._num_admitted >= due, timeout=1.0)
+
+    def _has_work(self) -> bool:
+        """Wait for some; False when the thread has ended, for want of it or because the lane is closed."""
+        until = time.monotonic() + LINGER
+        with self._wake:
+            while not self.is_closed:
+                due, now = self._demote_at, time.monotonic()
+                if self.live or (due is not None and due <= now):
+                    return True
+                if due is None and until <= now:
+                    break
+                self._wake.wait((until if due is None else due) - now)
+            self._thread = None
+            atexit.unregister(self._stop)
+            return False
+
+    def _note_demotion(self) -> None:
+        """Idle models leave the device in time, and the thread stays for those whose time comes."""
+        left = None if self.is_closed else self.residency.demote_idle()
+        self._demote_at = None if left is None else time.monotonic() + left
+
+    def _die(self, error: BaseException) -> None:
+        """Nobody waits for a lane that is no more."""
+        with self._wake:
+            self._death, self.is_closed, self._thread = error, True, None
+            atexit.unregister(self._stop)
+        failure = EngineClosed(f"the lane died of {error!r}")
+        failure.__cause__ = error
+        with self._lock:
+            self._fail_all(failure)
+
+    def _fail_all(self, error: EngineClosed) -> None:
+        for work in list(self.live):
+            try:
+                work.fail(error)
+            except BaseException as failure:  # whoever waits is told all the same
+                work.error, work.state = failure, State.FAILED
+                work.signal.notify()
+        self._drop_finished()
+
+    # ---- turns
+
+    def turn(self) -> bool:
+        """One model's turn. False if there was no work."""
+        with self._lock:
             self._clear_up()
+            try:
+                works = self._model_works()
+                name = self.scheduler.pick(works, time.perf_counter())
+                if name is None:
+                    return False
+                self._take_turn(name, works)
+                return True
+            finally:
+                self._clear_up()
+                self._note_demotion()
+                self.account()
+
+    def _model_works(self) -> list[ModelWork]:
+        """What each model has to do; those that gave way for want of pages do not count, unless nobody else is left."""
+        works = [work for work in self.live if not work.blocked_by]
+        if not works and self.live:
+            self._unblock()
+            works = [min(self.live, key=lambda w: w.rank)]
+        by_model: dict[str, list[Work]] = {}
+        for work in works:
+            by_model.setdefault(work.context.model, []).append(work)
+        return [
+            ModelWork(
+                model=name,
+                since=min(work.since for work in mine),
+                number=min(work.number for work in mine),
+                priority=max(work.priority for work in mine),
+                deadline=min(work.deadline for work in mine),
+                page_in_bytes=self.residency.page_in_bytes(name) if name in self.residency.hosted else 0,
+            )
+            for name, mine in by_model.items()
+        ]
+
+    def _take_turn(self, name: str, works: list[ModelWork]) -> None:
+        mine = self._mine(name)
+        streamed = next(work.page_in_bytes for work in works if work.model == name)
+        try:
+            with self.residency.lease(name) as model, self.events.span("turn", name, sequences=len(mine)):
+                weights = self.residency[name].plan.nbytes
+                self._prefetch(works)
+                room = self.config.prefill_chunk
+                for work in mine:
+                    if work.context.pages.layout != model.layout:  # handed in while the name passed to another model
+                        work.fail(UnknownModel(f"the model {name!r} that the tokens were for was removed"))
+                for step in range(self.config.quantum):
+                    room -= (filled := self._fill(name, model, room))
+                    ready = self._ready(name)
+                    if ready:
+                        streamed += self._decode(name, model, ready)
+                    streamed += weights if filled else 0
+                    self._clear_up()
+                    if not (filled or ready or step):
+                        for work in self._mine(name):
+                            work.blocked_by = "prefill"
+                    if not (filled or ready) or self._num_guests or self.is_closed:
+                        break
+        except Exception as error:  # the turn's requests carry it to their owners
+            for work in self._mine(name):
+                work.fail(error)
+        if name in self.residency.hosted:  # a turn that found nothing to do costs one as well, so that others come
+            self.scheduler.charge(name, streamed or self.residency[name].plan.nbytes)
+
+    def _mine(self, name: str) -> list[Work]:
+        """What waits for a model, first in line first."""
+        mine = [w for w in self.live if w.context.model == name and not w.is_over and not w.blocked_by]
+        return sorted(mine, key=lambda w: w.rank)
+
+    def _ready(self, name: str) -> list[Work]:
+        return [w for w in self._mine(name) if w.state is State.READY][: self.config.max_batch]
+
+    def _prefetch(self, works: list[ModelWork]) -> None:
+        """Start to load the model whose turn comes next."""
+        name = self.scheduler.upcoming(works, time.perf_counter() + self.scheduler.swap_seconds)
+        if name is not None and name in self.residency.hosted and self.residency.page_in_bytes(name):
+            self.residency.prefetch(name, keep=[work.model for work in works])
 
     def _clear_up(self) -> None:
-        """A collector only appends to these lists, whatever it interrupts."""
+        """Between two steps: end what was cancelled or is late, and give back what sessions left that are gone.
+
+        A collector only appends to these lists, whatever it interrupts.
+        """
         while self.orphans:
             context, owner = self.orphans.popleft()
             self.prefill.drop(context)
             self.residency.ledger.set("host_kv", owner, 0)
-        while self._cancelled:
-            self._end(self._cancelled.pop())
-
-    def close(self) -> None:
-        """Fail what is still running; nothing can be submitted afterwards."""
-        with self.lock:
-            self.is_closed = True
-            for sequence in self.live:
-                sequence.finish("error", EngineClosed("the engine was closed"))
-            self.live.clear()
-
-    def turn(self) -> bool:
-        """One model's turn: a chunk of prompts, then a quantum of decode steps. False if there was no work."""
-        with self.lock, self._work():
-            name = self._policy.pick(list(dict.fromkeys(s.model for s in self.live)))
-            if name is None:
-                return False
-            mine = [s for s in self.live if s.model == name]
-            try:
-                with self.residency.lease(name) as model, self.events.span("turn", name, sequences=len(mine)):
-                    self._prefill(name, model, mine)
-                    for _ in range(self.config.quantum):
-                        ready = [s for s in mine if s.state is State.READY][: self.config.max_batch]
-                        if not ready:
-                            break
-                        self._decode(name, model, ready)
-            except Exception as error:  # the turn's requests carry it to their owners
-                for sequence in mine:
-                    sequence.finish("error", error)
-            self._drop_finished()
-            return True
+        while self._ended:
+            work, error = self._ended.popleft()
+            if error is not None:
+                work.fail(error)
+            elif isinstance(work, Sequence):
+                work.finish("cancelled")
+        now = time.perf_counter()
+        for work in self.live:
+            if work.deadline < now and not work.is_over:
+                waited = f"{now - work.submitted:.3f} s after it was submitted"
+                work.fail(DeadlineExceeded(f"{work.context.model}: the request's deadline passed, {waited}"))
+        self._drop_finished()
 
     def _drop_finished(self) -> None:
-        self.live = [s for s in self.live if not s.is_over]
+        if any(work.is_over for work in self.live):
+            with self._wake:
+                self.live = [work for work in self.live if not work.is_over]
+            self._unblock()
 
-    def _prefill(self, name: str, model: Model, mine: list[Sequence]) -> None:
-        waiting = [s for s in mine if s.state is State.WAITING]
-        chunk = self.prefill.next_chunk(waiting, self.live, self.config.prefill_chunk)
+    def _unblock(self, *, waits_for: tuple[str, ...] = ("pages", "prefill")) -> None:
+        for work in self.live:
+            if work.blocked_by in waits_for:
+                work.blocked_by = ""
+
+    # ---- prefill
+
+    def _fill(self, name: str, model: Model, room: int) -> int:
+        """A chunk of the prompts that wait, at most `room` tokens; how many it was."""
+        waiting = [w for w in self._mine(name) if w.state is State.WAITING and self._resume(w)]
+        chunk = self.prefill.next_chunk([w for w in waiting if w.state is State.WAITING], self.live, room)
+        try:
+            return self._forward_chunk(name, model, chunk)
+        except KVFull:  # one by one, first in line first: each makes room for itself, or gives way
+            return sum(self._fill_alone(name, model, rows) for rows in chunk)
+
+    def _fill_alone(self, name: str, model: Model, rows: Rows) -> int:
+        work = rows.work
+        while work.state is State.WAITING and not work.blocked_by:
+            try:
+                return self._forward_chunk(name, model, [next_rows(work, len(rows.ids))])
+            except KVFull as error:
+                self._make_room(work, error)
+        return 0
+
+    def _forward_chunk(self, name: str, model: Model, chunk: list[Rows]) -> int:
         if not chunk:
-            return
+            return 0
+        with self._step(row.work for row in chunk):
+            for complete, logits in self.prefill.run(model, name, chunk):
+                for work in complete:
+                    work.state = State.READY
+                none: list[list[int]] = [[] for _ in complete]
+                self._commit_all(complete, none, [None for _ in complete], self._choose(complete, none, logits), logits)
+        self._unblock(waits_for=("prefill",))
+        return sum(len(rows.ids) for rows in chunk)
+
+    @contextmanager
+    def _step(self, works: Iterable[Work]) -> Iterator[None]:
+        """A forward and what its logits lead to, on behalf of these."""
+        now = time.perf_counter()
+        for work in works:
+            work.served = now
+            if isinstance(work, Sequence) and not work.first_served:
+                work.first_served = now
+        self._is_in_step = True
         try:
-            self.prefill.run(model, name, chunk)
-        except KVFull:
-            for rows in chunk:  # one by one, so that only those fail that are too long for what is left
-                self._prefill_alone(name, model, rows)
+            yield
+        finally:
+            self._is_in_step = False
 
-    def _prefill_alone(self, name: str, model: Model, rows: Rows) -> None:
-        sequence = rows.context
-        assert isinstance(sequence, Sequence)
-        if sequence.state is not State.WAITING:
-            return
-        try:
-            self.prefill.run(model, name, [next_rows(sequence, len(rows.ids))])
-        except KVFull as error:
-            sequence.finish("error", error)
+    # ---- decode
 
-    def _give_up_drafts(self, layout: KVLayout, count: int) -> None:
-        """The first thing given up when pages run short: what drafters hold."""
-        for sequence in self.live:
-            settle(sequence, 0)
-
-    def _give_up_states(self, layout: KVLayout, count: int) -> None:
-        self.arena.drop_states()
-
-    def _decode(self, name: str, model: Model, ready: list[Sequence], drafting: bool = True) -> None:
-        """One round: draft, verify every sequence's [pending, drafts] in one forward, accept, commit."""
-        for sequence in ready:
-            if (excess := len(sequence.pages) - len(sequence.tokens) + 1) > 0:
-                sequence.pages.rollback(excess)  # of a round that was interrupted before it gave tokens
+    def _decode(self, name: str, model: Model, ready: list[Work], drafting: bool = True) -> int:
+        """One round: draft, verify everybody's [pending, drafts] in one forward, accept, commit; bytes streamed."""
+        for work in ready:
+            context = work.context
+            if (excess := len(context.pages) - len(context.tokens) + 1) > 0:
+                context.pages.rollback(excess)  # of a round that was interrupted before it gave tokens
+        streamed = 0
         with ExitStack() as stack:
-            spans = [self._open_span(sequence, stack) if drafting else None for sequence in ready]
-            drafts = [self._draft(sequence) if drafting else [] for sequence in ready]
+            stack.enter_context(self._step(ready))
+            drafters = [w if drafting and isinstance(w, Sequence) and w.drafter else None for w in ready]
+            spans = [self._open_span(w, stack) if w is not None else None for w in drafters]
+            drafts = [self._draft(w) if w is not None else [] for w in drafters]
+            for drafted, draft in zip(drafters, drafts, strict=True):
+                if drafted is not None and drafted.drafter is not None and draft:
+                    streamed += len(draft) * self.residency[drafted.drafter].plan.nbytes
             panel = Panel(
-                [s.pages for s in ready],
-                [[s.tokens[-1], *draft] for s, draft in zip(ready, drafts, strict=True)],
+                [w.context.pages for w in ready],
+                [[w.context.tokens[-1], *draft] for w, draft in zip(ready, drafts, strict=True)],
                 "all" if any(drafts) else "last",
             )
             try:
                 tokens, layers = sum(len(ids) for ids in panel.ids), model.config.num_layers
-                with self.events.span("decode", name, tokens=tokens, sequences=len(ready), layers=layers):
-                    chosen = greedy(forward(model, self.arena, panel))
+                kind: Kind = "verify" if any(drafts) else "decode"
+                with self.events.span(kind, name, tokens=tokens, sequences=len(ready), layers=layers):
+                    logits = forward(model, self.arena, panel)
+                    chosen = self._choose(ready, drafts, logits)
             except KVFull as error:
                 full = error
             else:
-                start = 0
-                for sequence, draft, span in zip(ready, drafts, spans, strict=True):
-                    self._commit(sequence, draft, chosen[start : start + len(draft) + 1], span)
-                    start += len(draft) + 1
-                return
+                self._commit_all(ready, drafts, spans, chosen, logits)
+                read = sum(len(w.context.pages) for w in ready) * model.layout.page_bytes // PAGE_TOKENS
+                return streamed + self.residency[name].plan.nbytes + read
         if any(drafts):
-            self._decode(name, model, ready, drafting=False)
-        else:
-            ready[-1].finish("error", full)  # the youngest makes room; the others go on in the next step
+            return streamed + self._decode(name, model, ready, drafting=False)
+        ready = self._with_room(ready, full)
+        return streamed + (self._decode(name, model, ready, drafting=False) if ready else 0)
+
+    def _with_room(self, ready: list[Work], full: KVFull) -> list[Work]:
+        """Those whose next token has a place now: first in line first, each makes room for itself or gives way."""
+        kept = []
+        for work in ready:
+            while work.state is State.READY and not work.blocked_by:
+                try:
+                    work.context.pages.reserve(1)
+                except KVFull as error:
+                    self._make_room(work, error)
+                else:
+                    kept.append(work)
+                    break
+        return [work for work in kept if work.state is State.READY]
+
+    def _choose(self, works: Seq[Work], drafts: Seq[list[int]], logits: Tensor) -> list[int]:
+        """The token after each row of logits [rows, vocab]; a request's own processor has the last word on its rows."""
+        requests = [work for work in works if isinstance(work, Sequence)]
+        if any(request.logits_processor is not None for request in requests):
+            logits = logits.clone()
+            start = 0
+            for work, draft in zip(works, drafts, strict=True):
+                if isinstance(work, Sequence) and work.logits_processor is not None:
+                    try:
+                        for i in range(1 + len(draft)):
+                            row = logits[start + i]
+                            logits[start + i] = work.logits_processor(work.tokens + draft[:i], row)
+                    except Exception as error:
+                        work.fail(error)
+                start += 1 + len(draft)
+        return greedy(logits) if requests else []
+
+    def _commit_all(
+        self,
+        works: Seq[Work],
+        drafts: Seq[list[int]],
+        spans: Seq[Provisional | None],
+        chosen: list[int],
+        logits: Tensor,
+    ) -> None:
+        """Each its tokens, or its logits."""
+        start = 0
+        for work, draft, span in zip(works, drafts, spans, strict=True):
+            if work.is_over:
+                pass  # a hook of another one has ended it
+            elif isinstance(work, Feed):
+                work.receive(logits[start] if len(logits) == 1 else logits[start].clone())
+            elif isinstance(work, Sequence):
+                self._commit(work, draft, chosen[start : start + 1 + len(draft)], span)
+            start += 1 + len(draft)
+
+    def _commit(self, sequence: Sequence, draft: list[int], target: list[int], span: Provisional | None) -> None:
+        """Keep the accepted rows, drop the others by a shorter length, emit the tokens."""
+        verdict = accept_chain(draft, target)
+        sequence.num_forwards += sequence.first_token > 0
+        if draft:
+            sequence.num_drafted += len(draft)
+            sequence.num_accepted += verdict.num_accepted
+            histogram = sequence.acceptance_histogram
+            histogram += [0] * (verdict.num_accepted + 1 - len(histogram))
+            histogram[verdict.num_accepted] += 1
+        if span is not None:
+            span.promote(1 + verdict.num_accepted)
+        sequence.emit(target[: verdict.num_advanced])
+
+    # ---- drafts
 
     def _open_span(self, sequence: Sequence, stack: ExitStack) -> Provisional | None:
         """What a round with drafts writes: the pending token and they, in the target's pages and the drafter's."""
@@ -272,11 +611,15 @@ class Lane:
 
     @property
     def num_open_spans(self) -> int:
-        return sum(sequence.spans.num_open for sequence in self.live)
+        return sum(sequence.spans.num_open for sequence in self.requests)
 
     def _draft(self, sequence: Sequence) -> list[int]:
+        assert sequence.draft_pages is not None
         name, count = sequence.drafter, draft_length(self.config.draft_tokens, sequence.num_left)
-        if name is None or not count or not self.residency.is_resident(name):
+        if name not in self.residency.hosted or sequence.draft_pages.layout != self.residency[name].layout:
+            sequence.drop_drafter()  # it was removed while the request was handed in
+            return []
+        if not count or not self.residency.is_resident(name):
             return []
         if len(sequence.tokens) + count > self.residency[name].config.max_context:
             return []
@@ -292,16 +635,89 @@ class Lane:
                 sequence.drop_drafter()
             return []
 
-    def _commit(self, sequence: Sequence, draft: list[int], target: list[int], span: Provisional | None) -> None:
-        """Keep the accepted rows, drop the others by a shorter length, emit the tokens."""
-        verdict = accept_chain(draft, target)
-        sequence.num_forwards += 1
-        if draft:
-            sequence.num_drafted += len(draft)
-            sequence.num_accepted += verdict.num_accepted
-            histogram = sequence.acceptance_histogram
-            histogram += [0] * (verdict.num_accepted + 1 - len(histogram))
-            histogram[verdict.num_accepted] += 1
-        if span is not None:
-            span.promote(1 + verdict.num_accepted)
-        sequence.emit(target[: verdict.num_advanced])
+    # ---- when pages run short, in this order
+
+    def _give_up_drafts(self, layout: KVLayout, count: int) -> None:
+        for sequence in self.requests:
+            settle(sequence, 0)
+
+    def _give_up_states(self, layout: KVLayout, count: int) -> None:
+        self.arena.drop_states()
+
+    def _give_up_weights(self, layout: KVLayout, count: int) -> None:
+        """The arena takes over bytes of idle weights."""
+        short = self.arena.shortage(layout, count)
+        if 0 < short <= min(self.arena.max_bytes - self.arena.nbytes, self.residency.lendable):
+            keep = {work.context.model for work in self.live}
+            self.arena.grow(self.residency.lend(short, keep))
+
+    def _return_weights(self, num_bytes: int) -> int:
+        """The arena gives back what it took over, in whole superblocks; bytes."""
+        size = self.arena.superblock_bytes
+        return self.arena.shrink(-(-num_bytes // size) * size)
+
+    def _make_room(self, work: Work, full: KVFull) -> None:
+        """Preempt the last in line that holds pages and comes after this one; if there is none, this one gives way.
+
+        Nobody gives way who is first of all: it fails. Nor does a session, which asked for its tokens now.
+        """
+        others = [r for r in self.requests if r is not work and r.pages.pages]
+        if isinstance(work, Sequence):
+            others = [r for r in others if r.rank > work.rank]
+        if others:
+            self._preempt(max(others, key=lambda r: r.rank))
+        elif isinstance(work, Sequence) and any(w.rank < work.rank for w in self.requests if w is not work):
+            if work.pages.pages:
+                self._preempt(work)
+            work.blocked_by = "pages"
+        elif work.context.lease is not None:  # on cached pages that it may have copies of
+            self.prefill.leave(work.context)
+        else:
+            work.fail(full)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a request's pages: to the host while its budget has room, else they are computed again. Same tokens."""
+        sequence.num_preempted += 1
+        num_bytes = sequence.pages.nbytes
+        with self.events.span("preempt", sequence.model, tokens=len(sequence.pages), sequences=1, num_bytes=num_bytes):
+            self.prefill.leave(sequence)
+            settle(sequence, 0)
+            owner = _owner(sequence)
+            if self.config.preemption == "swap" and self.residency.reserve_host(owner, num_bytes):
+                sequence.swapped = sequence.pages.swap_out()
+            else:
+                sequence.pages.free()
+                sequence.has_begun = False
+            sequence.resume_until = 0  # what a sibling gave beyond the tokens is not kept
+        sequence.state = State.WAITING
+        sequence.blocked_by = "pages"
+        self._unblock(waits_for=("prefill",))  # nobody need wait for what it will not compute now
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Before a request's pages go: what it computed is cached."""
+        if sequence.swapped is not None:
+            self.residency.release_host(_owner(sequence))
+        self.prefill.retire(sequence)
+
+    def _resume(self, work: Work) -> bool:
+        """Bring a preempted request's pages back; False while there is no room for them."""
+        if not isinstance(work, Sequence) or work.swapped is None:
+            return True
+        while not (work.blocked_by or work.is_over):
+            try:
+                with self.events.span("resume", work.model, sequences=1, num_bytes=work.swapped.nbytes):
+                    work.pages.swap_in(work.swapped)
+            except KVFull as error:
+                self._make_room(work, error)
+            else:
+                work.swapped = None
+                self.residency.release_host(_owner(work))
+                if len(work.pages) == len(work.tokens) - 1 and len(work.tokens) > work.num_prompt:
+                    work.state = State.READY
+                return True
+        return False
+
+
+def _owner(sequence: Sequence) -> str:
+    """In the ledger."""
+    return f"request {sequence.number}"

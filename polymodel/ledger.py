@@ -32,10 +32,10 @@ class Ledger:
 
     def of(self, kind: Class) -> dict[str, int]:
         """Owner -> bytes of one class."""
-        return {owner: held for (k, owner), held in self._entries.items() if k == kind}
+        return {owner: held for (k, owner), held in tuple(self._entries.items()) if k == kind}
 
     def total(self, kind: Class | None = None) -> int:
-        return sum(held for (k, _), held in self._entries.items() if kind in (None, k))
+        return sum(held for (k, _), held in tuple(self._entries.items()) if kind in (None, k))
 
 
 def parse_bytes(size: int | str) -> int:

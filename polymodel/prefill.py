@@ -7,6 +7,7 @@ sibling's pages enter the first layer that differs, and only the layers above ru
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -16,13 +17,12 @@ import torch
 
 from polymodel.config import PAGE_TOKENS, POLICY, PUBLIC_DOMAIN, EngineConfig, KVKey
 from polymodel.errors import Contaminated, KVFull
-from polymodel.events import Events, Kind
+from polymodel.events import Events
 from polymodel.kv import Arena, PageList
 from polymodel.model import Model, Panel, backend_facts, forward
 from polymodel.prefix import Match, PrefixCache, common_length
 from polymodel.residency import Hosted, Residency
-from polymodel.sample import greedy
-from polymodel.sequence import Context, Sequence, State
+from polymodel.sequence import Context, Sequence, State, Work
 from polymodel.share import kv_key
 
 
@@ -30,17 +30,22 @@ from polymodel.share import kv_key
 class Rows:
     """The next tokens of a context to go through a forward, from a layer on."""
 
-    context: Context
+    work: Work
     ids: list[int]
     first_layer: int
+
+    @property
+    def context(self) -> Context:
+        return self.work.context
 
     @property
     def is_last(self) -> bool:
         return len(self.context.pages) + len(self.ids) == len(self.context.tokens)
 
 
-def next_rows(context: Context, room: int) -> Rows:
+def next_rows(work: Work, room: int) -> Rows:
     """At most `room` tokens; those with a sibling's lower layers go first, as long as the hidden states are there."""
+    context = work.context
     done = len(context.pages)
     if done == len(context.tokens):  # interrupted before its logits were used: the last row gives them again
         context.pages.rollback(1)
@@ -49,30 +54,10 @@ def next_rows(context: Context, room: int) -> Rows:
     if done < context.resume_until:
         stop = min(context.resume_until, done + room)
         if context.pages.states_at(context.resume_layer, done, stop) is not None:
-            return Rows(context, context.tokens[done:stop], context.resume_layer)
+            return Rows(work, context.tokens[done:stop], context.resume_layer)
         context.resume_until = 0  # given up meanwhile, so all layers run
         context.pages.rollback(0)
-    return Rows(context, context.tokens[done : done + room], 0)
-
-
-def prefill(
-    model: Model, arena: Arena, rows: Seq[Rows], events: Events, name: str, kind: Kind = "prefill"
-) -> torch.Tensor:
-    """One forward over rows that begin at one layer; logits [len(rows), vocab], or none if no prompt ends here."""
-    first = rows[0].first_layer
-    panel = Panel(
-        [r.context.pages for r in rows],
-        [r.ids for r in rows],
-        "last" if any(r.is_last for r in rows) else "none",
-        first,
-    )
-    tokens, layers = sum(len(r.ids) for r in rows), model.config.num_layers - first
-    with events.span(kind, name, tokens=tokens, sequences=len(rows), layers=layers):
-        logits = forward(model, arena, panel)
-    for r in rows if kind == "prefill" else ():
-        r.context.num_token_layers += len(r.ids) * layers
-        r.context.num_resumed += len(r.ids) if first else 0
-    return logits
+    return Rows(work, context.tokens[done : done + room], 0)
 
 
 class Prefill:
@@ -272,26 +257,28 @@ class Prefill:
 
     # ---- the lane's part
 
-    def next_chunk(self, waiting: Seq[Sequence], live: Seq[Sequence], room: int) -> list[Rows]:
-        """The next prompt tokens of the first sequences, at most `room` in all.
+    def next_chunk(self, waiting: Seq[Work], live: Seq[Work], room: int) -> list[Rows]:
+        """The next prompt tokens of the first in line, at most `room` in all.
 
         A prompt whose beginning another one is just computing waits for that one.
         """
         chunk: list[Rows] = []
-        leaders = [s for s in live if s.has_begun and s.state is State.WAITING]
-        for sequence in waiting:
+        leaders = [s for s in live if isinstance(s, Sequence) and len(s.pages) and s.state is State.WAITING]
+        for work in waiting:
             if room <= 0:
                 break
-            if not sequence.has_begun:
-                if self._waits(sequence, leaders):
+            context = work.context
+            if not context.has_begun:
+                if self._waits(context, leaders):
                     continue
-                self.begin(sequence)
-                leaders.append(sequence)
-            rows = next_rows(sequence, room)
+                self.begin(context)
+                if isinstance(work, Sequence):
+                    leaders.append(work)
+            rows = next_rows(work, room)
             chunk.append(rows)
             room -= len(rows.ids)
         # a later one's pages may have cost an earlier one its hidden states
-        return [next_rows(r.context, len(r.ids)) if r.first_layer else r for r in chunk]
+        return [next_rows(r.work, len(r.ids)) if r.first_layer else r for r in chunk]
 
     def _waits(self, context: Context, leaders: Seq[Context]) -> bool:
         """Whether a prompt on its way will have cached more of these tokens than is cached now."""
@@ -318,18 +305,25 @@ class Prefill:
             return True
         return dict(self._siblings(context.model)).get(leader.model, 0) in leader.pages.keep
 
-    def run(self, model: Model, name: str, chunk: Seq[Rows]) -> None:
-        """The forwards of a chunk; a sequence whose prompt is complete gets its first token and is ready."""
-        for _, group in groupby(sorted(chunk, key=lambda r: -r.first_layer), key=lambda r: r.first_layer):
-            rows = list(group)
+    def run(self, model: Model, name: str, chunk: Seq[Rows]) -> Iterator[tuple[list[Work], torch.Tensor]]:
+        """The forwards of a chunk; after each, whose prompts are complete, and their logits [n, vocab].
+
+        Rows go together that begin at one layer.
+        """
+        for first, group in groupby(sorted(chunk, key=lambda r: -r.first_layer), key=lambda r: r.first_layer):
+            rows = [r for r in group if not r.work.is_over]  # a hook may end others
+            if not rows:
+                continue
             complete = [i for i, r in enumerate(rows) if r.is_last]
-            logits = prefill(model, self.arena, rows, self.events, name)
-            tokens = dict(zip(complete, greedy(logits[complete]) if complete else [], strict=True))
-            for i, r in enumerate(rows):
-                sequence = r.context
-                assert isinstance(sequence, Sequence)
-                if i in tokens:
-                    sequence.state = State.READY
-                    sequence.emit([tokens[i]])
-                if not sequence.is_over:
-                    self.keep(sequence, sequence.num_prompt)
+            wanted = "last" if complete else "none"
+            panel = Panel([r.context.pages for r in rows], [r.ids for r in rows], wanted, first)
+            tokens, layers = sum(len(r.ids) for r in rows), model.config.num_layers - first
+            with self.events.span("prefill", name, tokens=tokens, sequences=len(rows), layers=layers):
+                logits = forward(model, self.arena, panel)
+            for r in rows:
+                r.context.num_token_layers += len(r.ids) * layers
+                r.context.num_resumed += len(r.ids) if first else 0
+            yield [rows[i].work for i in complete], logits[complete]
+            for r in rows:
+                if isinstance(r.work, Sequence) and not r.work.is_over:
+                    self.keep(r.work, r.work.num_prompt)

@@ -345,10 +345,16 @@ class _Load:
         self.seconds = 0.0
         self.thread: threading.Thread | None = None
         self.is_cancelled = False
+        self.partners: dict[str, int] = {}  # of a newcomer
 
     @property
     def is_flying(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
+
+    def join(self) -> None:
+        """Until all is read and packed, or has failed."""
+        if self.thread is not None:
+            self.thread.join()
 
     @property
     def num_bytes(self) -> int:
@@ -429,6 +435,17 @@ class Residency:
 
         ttl: of this model, instead of the residency's; math.inf: it stays.
         """
+        hosted = self.sized(name, checkpoint, weights, ttl)
+        load = self.begin(hosted, pinned, progress)
+        try:
+            load.join()
+        except BaseException as error:
+            self.abort(load, error)
+            raise
+        return self.finish(load)
+
+    def sized(self, name: str, checkpoint: Checkpoint, weights: Weights, ttl: float | None = None) -> Hosted:
+        """A model that may be added, its bytes exact. Nothing has been read but headers, and nothing is changed."""
         if not name:
             raise EmptyId("a model needs a name, got ''")
         if name in self.hosted:
@@ -436,24 +453,65 @@ class Residency:
         config = checkpoint.config
         dtype = compute_dtype(weights, self.device)
         layout = self.arena.layout(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
-        capacity = self.arena.nbytes // layout.page_bytes * PAGE_TOKENS
+        capacity = self.arena.max_bytes // layout.page_bytes * PAGE_TOKENS
         max_position = min(config.max_context, capacity) - 1
         plan = plan_weights(checkpoint, weights, max_position, self.device)
-        hosted = Hosted(name, checkpoint, plan, max_position, layout, ttl)
         self._reclaim(plan.nbytes - self.pool.budget)
-        self.pool.check_total(name, plan.nbytes)  # before any weight is read
+        self.pool.check_total(name, plan.nbytes)
+        return Hosted(name, checkpoint, plan, max_position, layout, ttl)
+
+    def compare(self, hosted: Hosted) -> None:
+        """Read the file once for the digests that `begin` compares; changes nothing here, so any thread may do it."""
+        hosted.piece_keys()
+        if self.share:
+            hosted.band_digests  # noqa: B018  # cached
+
+    def begin(self, hosted: Hosted, pinned: bool = False, progress: Progress | None = None) -> _Load:
+        """Make room for a newcomer and start to load it. Its `join` may be waited for while others run."""
+        if hosted.name in self.hosted:
+            raise DuplicateId(f"a model named {hosted.name!r} was added meanwhile")
+        self._land()
         partners = self._partners_of(hosted) if self.share else {}
-        self.hosted[name] = hosted
+        self.hosted[hosted.name] = hosted
         try:
-            self._bring_in(hosted, pinned, progress)
+            load = self._reserve(hosted, pinned)
+            load.partners = partners
+            self._take_off(load, "admit", progress)
         except BaseException:
-            del self.hosted[name]
+            del self.hosted[hosted.name]
             raise
-        hosted.partners = partners
-        for partner, layers in partners.items():
-            self.hosted[partner].partners[name] = layers
+        return load
+
+    def finish(self, load: _Load) -> Hosted:
+        """The newcomer is there, or the error that its load ended with is raised and all is as it was."""
+        hosted = load.hosted
+        if self._flight is load:
+            try:
+                self._land(hosted)
+            except BaseException as error:
+                load.error = error
+        if load.error is not None:
+            if self.hosted.get(hosted.name) is hosted:
+                del self.hosted[hosted.name]
+            if isinstance(load.error, _Cancelled):
+                raise UnknownModel(f"{hosted.name!r} was removed while it was added")
+            raise load.error
+        hosted.partners = load.partners
+        for partner, layers in load.partners.items():
+            if partner in self.hosted:
+                self.hosted[partner].partners[hosted.name] = layers
         self._set_boundaries()
         return hosted
+
+    def abort(self, load: _Load, error: BaseException) -> None:
+        """Whoever added it has been interrupted: no trace of the newcomer."""
+        if self._flight is load:
+            self._drop(load)
+            self._roll_back(load, error)
+        if self.hosted.get(load.hosted.name) is load.hosted:
+            if load.hosted.model is not None:
+                self.unload(load.hosted.name)
+            del self.hosted[load.hosted.name]
 
     def _partners_of(self, hosted: Hosted) -> dict[str, int]:
         common = {name: common_layers(hosted, other) for name, other in self.hosted.items()}
@@ -581,12 +639,9 @@ class Residency:
         Models in `keep` go last. As much stays as any hosted model needs beside those that are pinned or leased.
         """
         self._land()
-        name = [name for name in self.pool.names() if not self.pool[name].is_movable]
-        held = {key: size for one in name for key, size in self.pool[one].pieces.items()}
-        sizes = [hosted.sizes() for hosted in self.hosted.values()]
-        least = max((sum((held | size).values()) for size in sizes), default=0)
-        lent = max(min(num_bytes, self.pool.budget - least), 0)
-        if lent:
+        lent = min(num_bytes, self.lendable)
+        if lent > 0:
+            held = self._held()
             target = self.pool.budget - lent
             wanted = {key: size for one in keep if one in self.pool for key, size in self.pool[one].pieces.items()}
             with self._protected(keep):
@@ -594,7 +649,19 @@ class Residency:
             victims += self.pool.resize(target)
             self.lent += lent
             self._leave(victims)
-        return lent
+        return max(lent, 0)
+
+    @property
+    def lendable(self) -> int:
+        """Bytes that `lend` could give."""
+        held = self._held()
+        least = max((sum((held | hosted.sizes()).values()) for hosted in self.hosted.values()), default=0)
+        return max(self.pool.budget - least, 0)
+
+    def _held(self) -> dict[Hashable, int]:
+        """Pieces of models that are pinned or leased."""
+        held = (self.pool[name] for name in self.pool.names() if not self.pool[name].is_movable)
+        return {key: size for resident in held for key, size in resident.pieces.items()}
 
     def take_back(self, num_bytes: int) -> int:
         """Raise the budget again by what is given back of the lent bytes; by how many."""
@@ -790,12 +857,17 @@ class Residency:
         self._land()
         if hosted.model is not None:
             return False
-        start = time.perf_counter()
         try:
             load = self._reserve(hosted, keep=keep)
         except (TooLarge, PinnedNoRoom):
             return False
-        load.thread = threading.Thread(target=self._fly, args=(load, start), name=f"prefetch {name}")
+        self._take_off(load, "prefetch")
+        return True
+
+    def _take_off(self, load: _Load, kind: Kind, progress: Progress | None = None) -> None:
+        """Let a thread do what takes long."""
+        name, threads = load.hosted.name, torch.get_num_threads()
+        load.thread = threading.Thread(target=self._fly, args=(load, kind, threads, progress), name=f"{kind} {name}")
         self._flight = load
         try:
             load.thread.start()
@@ -803,15 +875,20 @@ class Residency:
             self._flight = None
             self._roll_back(load, error)
             raise
-        return True
 
-    def _fly(self, load: _Load, start: float) -> None:
+    def _fly(self, load: _Load, kind: Kind, threads: int, progress: Progress | None) -> None:
         def go_on(done: int, of: int) -> None:
             if load.is_cancelled:
                 raise _Cancelled
+            if progress is not None:
+                progress(done, of)
 
+        start = time.perf_counter()
         try:
-            with self.events.span("prefetch", load.hosted.name, num_bytes=load.num_bytes):
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+            num_bytes = load.hosted.plan.nbytes if kind == "admit" else load.num_bytes
+            with self.events.span(kind, load.hosted.name, num_bytes=num_bytes):
                 self._fetch(load, go_on)
         except BaseException as error:
             load.error = error

@@ -32,8 +32,9 @@ class Scheduler:
     """Picks one model of those that have work, by a named policy.
 
     In every policy work that has waited for longer than `max_wait` goes first, the oldest of it first. So from then on
-    nothing younger overtakes it but the turn in flight, whatever priorities and weights say: a lane that falls behind
-    all of its requests serves the oldest, unless max_wait is inf. Apart from that:
+    nothing younger overtakes it but the turn in flight, whatever priorities and weights say. Under byte-drr a resident
+    model waits for its next turn only: who floods the lane with old requests gets no more than his share of it.
+    Apart from that:
 
     * byte-drr: bytes streamed follow the weights, page-in bytes included, and residents go before models that must be
       paged in. Deficit round robin (Shreedhar and Varghese, 1995) in its surplus form, as a turn's bytes are known only
@@ -64,6 +65,7 @@ class Scheduler:
         self._debts: dict[str, float] = {}  # bytes; negative is what a model saved while it waited to be paged in
         self._places: dict[str, int] = {}  # of models with work; grows with the time of their last turn
         self._num_places = 0
+        self._turned: dict[str, float] = {}  # model -> seconds, when its last turn began
         self._current: str | None = None
 
     @property
@@ -85,7 +87,7 @@ class Scheduler:
             if item.model not in self._places:
                 self._to_end(item.model)
         self._to_end(chosen)
-        self._current = chosen
+        self._current, self._turned[chosen] = chosen, now
         return chosen
 
     def upcoming(self, work: Sequence[Work], now: float) -> str | None:
@@ -114,7 +116,7 @@ class Scheduler:
 
     def forget(self, model: str) -> None:
         """A model is gone: its weight, its debt and what it streamed."""
-        for known in (self._weights, self._streamed, self._debts, self._places):
+        for known in (self._weights, self._streamed, self._debts, self._places, self._turned):
             known.pop(model, None)
         if self._current == model:
             self._current = None
@@ -134,9 +136,14 @@ class Scheduler:
         return self._debts.get(model, 0.0) / self._weight(model)
 
     def _first(self, work: Sequence[Work], now: float) -> str:
-        if overdue := [item for item in work if now - item.since > self.max_wait]:
-            return min(overdue, key=lambda item: (item.since, item.number, item.model)).model
+        if overdue := [item for item in work if now - self._since(item) > self.max_wait]:
+            return min(overdue, key=lambda item: (self._since(item), item.number, item.model)).model
         return min(work, key=lambda item: (self._rank(item), item.number, item.model)).model
+
+    def _since(self, item: Work) -> float:
+        if self.policy == "byte-drr" and not item.page_in_bytes:
+            return max(item.since, self._turned.get(item.model, item.since))
+        return item.since
 
     def _rank(self, item: Work) -> tuple[float, ...]:
         place = self._places.get(item.model, inf)

@@ -68,7 +68,7 @@ def check_budget(engine: Engine, path: Path) -> str:
     engine.add("sibling", perturbed(open_checkpoint(path), 0, seed=0))
     _expect(engine.ledger.total("weights") <= engine.budget, "over the budget after adding a sibling")
     states = [row["state"] for row in engine.table()]
-    _expect(states == ["disk"] * 3 + ["memory"], f"expected all but the sibling on disk, got {states}")
+    _expect(states == ["disk"] * 3 + ["device"], f"expected all but the sibling on disk, got {states}")
     engine.remove("sibling")
     engine.budget *= 3  # room for what the other checks add
     before = engine.budget, str(engine.table())
@@ -113,7 +113,7 @@ def check_company(engine: Engine, path: Path) -> str:
 
 def _logits(engine: Engine, prompts: list[list[int]]) -> Tensor:
     """[len(prompts), vocab] after a prefill and one step of all prompts together."""
-    with engine.lane.lock, engine.residency.lease("one") as model:
+    with engine.lane.exclusive(), engine.residency.lease("one") as model:
         lists = [PageList(engine.arena, model.layout) for _ in prompts]
         try:
             forward(model, engine.arena, Panel(lists, [ids[:-1] for ids in prompts], "none"))

@@ -1,16 +1,25 @@
-"""One request: its tokens, its pages, its state and what it cost."""
+"""What the lane works on: a request (Sequence), or tokens that a session hands in (Feed); each with its Context."""
 
 from __future__ import annotations
 
+import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
+
+from torch import Tensor
 
 from polymodel.errors import Forgotten, NonFiniteLogits
-from polymodel.kv import PageList
+from polymodel.events import Kind
+from polymodel.kv import PageList, Swapped
 from polymodel.prefix import Lease
 from polymodel.provisional import Spans
+
+LogitsProcessor = Callable[[list[int], Tensor], Tensor]  # tokens so far, logits [vocab] float32 -> logits [vocab]
 
 
 class PagesSink:
@@ -41,8 +50,35 @@ class PagesSink:
         self.pages.rollback(max(len(self.pages) - length, 0))
 
 
+class Signal:
+    """Tells those who wait, in threads or event loops, that something has changed."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._listeners: list[Callable[[], None]] = []
+
+    def notify(self) -> None:
+        with self._condition:
+            self._condition.notify_all()
+        for listener in tuple(self._listeners):
+            listener()
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        with self._condition:
+            self._condition.wait_for(done)
+
+    @contextmanager
+    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
+        """The listener is called after every change, by whoever makes it; it must not raise."""
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+
 class State(Enum):
-    WAITING = "waiting"  # prompt not yet in the pages
+    WAITING = "waiting"  # some tokens before the last are not yet in the pages
     READY = "ready"  # one token pending, everything before it in the pages
     DONE = "done"
     FAILED = "failed"
@@ -66,29 +102,71 @@ class Context:
 
 
 @dataclass(eq=False, kw_only=True)
-class Sequence(Context):
-    """`tokens` is prompt and output; all of it but the last token (the pending one) gets into the pages."""
+class Work:
+    """What waits for the lane, in order of priority, then deadline, then arrival."""
+
+    number: int = -1  # in order of arrival
+    priority: int = 0  # larger goes first
+    deadline: float = math.inf  # time.perf_counter
+    state: State = State.WAITING
+    error: BaseException | None = None
+    signal: Signal = field(default_factory=Signal)
+    submitted: float = field(default_factory=time.perf_counter)
+    served: float = 0.0  # when it was last part of a forward
+    blocked_by: Literal["", "pages", "prefill"] = ""  # what it waits for: pages, or another prompt's prefill
+
+    @property
+    def context(self) -> Context:
+        raise NotImplementedError
+
+    @property
+    def rank(self) -> tuple[int, float, int]:
+        """Smaller goes first, and is the last to be preempted."""
+        return -self.priority, self.deadline, self.number
+
+    @property
+    def since(self) -> float:
+        """Since when it has waited."""
+        return self.served or self.submitted
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in (State.DONE, State.FAILED)
+
+    def fail(self, error: BaseException) -> None:
+        raise NotImplementedError
+
+
+@dataclass(eq=False, kw_only=True)
+class Sequence(Context, Work):
+    """A request: `tokens` is prompt and output; all of it but the last token (the pending one) gets into the pages."""
 
     max_new_tokens: int
     stop_ids: frozenset[int]
     drafter: str | None = None
     draft_pages: PageList | None = None
+    logits_processor: LogitsProcessor | None = None
+    on_token: Callable[[int], None] | None = None
     on_done: Callable[[Sequence], None] | None = None  # its pages are still there
-    state: State = State.WAITING
+    swapped: Swapped | None = None  # its pages, if it was preempted by swapping
     finish_reason: str = ""  # "stop", "length", "cancelled" or "error"
-    error: BaseException | None = None
     num_prompt: int = 0
     num_forwards: int = 0  # target forwards after the prefill
     num_drafted: int = 0
     num_accepted: int = 0
+    num_preempted: int = 0
     spans: Spans = field(default_factory=Spans)  # the rounds in flight: what they wrote may be dropped
     acceptance_histogram: list[int] = field(default_factory=list)  # rounds by number of accepted tokens
-    submitted: float = field(default_factory=time.perf_counter)
+    first_served: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
+
+    @property
+    def context(self) -> Context:
+        return self
 
     @property
     def output(self) -> list[int]:
@@ -99,26 +177,29 @@ class Sequence(Context):
         """New tokens it may still produce."""
         return self.max_new_tokens - (len(self.tokens) - self.num_prompt)
 
-    @property
-    def is_over(self) -> bool:
-        return self.state in (State.DONE, State.FAILED)
-
     def emit(self, ids: list[int]) -> None:
         """Take new tokens up to a stop token or the limit; what lies beyond is not the request's.
 
-        -1 in a token's place, for logits with a NaN, ends the request with NonFiniteLogits.
+        -1 in a token's place, for logits with a NaN, ends the request with NonFiniteLogits; a sink that raises, with
+        what it raised.
         """
         now = time.perf_counter()
         for token in ids:
             if not self.first_token:
                 self.first_token = now
             if token < 0:
-                return self.finish("error", NonFiniteLogits.of(self.model))
+                return self.fail(NonFiniteLogits.of(self.model))
             self.tokens.append(token)
+            if self.on_token is not None:
+                try:
+                    self.on_token(token)
+                except Exception as error:
+                    return self.fail(error)
             if token in self.stop_ids:
                 return self.finish("stop")
             if self.num_left <= 0:
                 return self.finish("length")
+        self.signal.notify()
 
     def drop_drafter(self) -> None:
         """Go on without drafts."""
@@ -127,7 +208,10 @@ class Sequence(Context):
             self.draft_pages.free()
 
     def strike(self, why: str) -> None:
-        self.finish("error", Forgotten(why))
+        self.fail(Forgotten(why))
+
+    def fail(self, error: BaseException) -> None:
+        self.finish("error", error)
 
     def finish(self, reason: str, error: BaseException | None = None) -> None:
         """End it, once, and give the pages back."""
@@ -137,5 +221,59 @@ class Sequence(Context):
         self.finish_reason, self.error, self.finished = reason, error, time.perf_counter()
         if self.on_done is not None:
             self.on_done(self)
+        self.swapped = None
         self.pages.free()
         self.drop_drafter()
+        self.signal.notify()
+
+
+@dataclass(eq=False, kw_only=True)
+class Feed(Work):
+    """Tokens of a session on their way into its pages, and what is to be chosen after them.
+
+    An error leaves the context with the tokens that were in its pages when the feed began, or last chose.
+    """
+
+    into: Context
+    kind: Kind  # "prefill" takes over what is cached; "decode" is one token
+    choose: Callable[[Tensor], int | None] | None = None  # logits [vocab] -> the next token, None: enough
+    floor: int = -1  # tokens that stay whatever happens; -1: those in the pages now
+    logits: Tensor | None = None  # [vocab] float32, after the last token
+
+    def __post_init__(self) -> None:
+        self.state = State.READY if self.kind == "decode" else State.WAITING
+        if self.floor < 0:
+            self.floor = len(self.into.pages)
+        self._counts = self.into.num_cached, self.into.num_resumed
+
+    @property
+    def context(self) -> Context:
+        return self.into
+
+    def receive(self, logits: Tensor) -> None:
+        """Logits after the last token, which is in the pages now."""
+        self.logits, self.floor = logits, len(self.into.tokens)
+        self._counts = self.into.num_cached, self.into.num_resumed
+        try:
+            token = None if self.choose is None else self.choose(logits)
+        except Exception as error:
+            return self.fail(error)
+        if token is None:
+            return self._finish(State.DONE)
+        self.into.tokens.append(token)
+        self.state = State.READY
+
+    def fail(self, error: BaseException) -> None:
+        if self.is_over:
+            return
+        self.error = error
+        if (excess := len(self.into.pages) - self.floor) > 0:
+            self.into.pages.rollback(excess)
+        del self.into.tokens[self.floor :]
+        self.into.num_cached, self.into.num_resumed = self._counts
+        self._finish(State.FAILED)
+
+    def _finish(self, state: State) -> None:
+        self.state = state
+        self.into.resume_until = 0
+        self.signal.notify()

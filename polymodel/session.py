@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from operator import index
 from pathlib import Path
 from types import TracebackType
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeVar
 
 from torch import Tensor
 
@@ -19,9 +19,12 @@ from polymodel.events import Kind
 from polymodel.kv import PageList, Swapped
 from polymodel.lane import Lane
 from polymodel.provisional import SINK_PARTS, Provisional, Sink, Spans
+from polymodel.residency import Hosted
 from polymodel.sample import greedy_one
-from polymodel.sequence import Context
+from polymodel.sequence import Context, Feed
 from polymodel.session_file import read_session, write_session
+
+T = TypeVar("T")
 
 
 class Session:
@@ -42,6 +45,7 @@ class Session:
         self._is_provisional = False  # made of what was provisional elsewhere: reaches no cache
         self._swapped: Swapped | None = None
         self._forgotten = ""  # why, if it was
+        self._feed: Feed | None = None  # what the lane is working on
         self._owner = f"session {next(lane.session_numbers)}"  # in the ledger
         lane.sessions.add(self)
         weakref.finalize(self, lane.orphans.append, (self._context, self._owner)).atexit = False
@@ -69,17 +73,18 @@ class Session:
         None while there are no tokens, and where the last one is contaminated and what it gave was not kept.
         """
         if self._logits is None and self.tokens and not self.is_contaminated:
-            with self._verb_of("logits"):
-                self._restore_logits()
+            with self._alone("logits"):
+                self._restore_logits("logits")
         return self._logits
 
-    def _restore_logits(self) -> None:
-        self.pages.reopen()
-        try:
-            self._logits = self._lane.extend(self._context, "decode")
-        except BaseException:
-            self.pages.commit(len(self.tokens) - len(self.pages))  # its keys and values are there
-            raise
+    def _restore_logits(self, verb: str) -> None:
+        """By one row again; its keys and values stay, whatever happens."""
+        with self._in_lane(verb):
+            if self._logits is not None or not self.tokens:
+                return
+            self.pages.reopen()
+            feed = self._begin("decode", floor=len(self.tokens))
+        self._end(feed)
 
     @property
     def clean(self) -> int:
@@ -116,59 +121,136 @@ class Session:
     def append(self, ids: Iterable[int]) -> Tensor:
         """Prefill ids after what is there; logits [vocab] after the last one. KVFull changes nothing."""
         tokens = listed(ids)  # whatever it takes, before the lane is held
-        with self._verb_of("append"):
-            return self._append(tokens, "prefill")
+        with self._alone("append"):
+            with self._in_lane("append"):
+                feed = self._extend(tokens, "prefill")
+            return self._end(feed)
 
     def step(self) -> int:
         """Append the greedy next token and return it."""
-        with self._verb_of("step"):
-            return self._step("step")
+        with self._alone("step"):
+            return self._decode("step", 1)[0]
 
     def generate(self, max_new_tokens: int) -> list[int]:
         """The next greedy tokens, up to a stop token or the limit; all of them end up in the session."""
-        out: list[int] = []
         if not isinstance(max_new_tokens, SupportsIndex):
             raise InvalidRequest(f"generate({max_new_tokens!r}): expected a number of tokens")
         with self._alone("generate"):
-            while len(out) < index(max_new_tokens):
-                with self._in_lane("generate"):  # others have their turns between the steps
-                    out.append(self._step("generate"))
-                    if out[-1] in self._lane.residency[self.model].tokenizer.stop_ids:
-                        break
+            return self._decode("generate", index(max_new_tokens)) if index(max_new_tokens) > 0 else []
+
+    def _decode(self, verb: str, count: int) -> list[int]:
+        """Choose and append up to `count` tokens, one in each round that the lane decodes for this model."""
+        with self._in_lane(verb):
+            if not self.tokens:
+                raise InvalidRequest(f"{verb}: the session is empty; append a prompt first")
+            if self._logits is None and self.is_contaminated:
+                raise Contaminated(
+                    f"{verb}: the logits after token {len(self) - 1} were not kept, and tokens are clean up to "
+                    f"{self.clean} only; append or repair first"
+                )
+        self._restore_logits(verb)
+        out: list[int] = []
+        with self._in_lane(verb):
+            hosted = self._hosted
+            stop_ids = hosted.tokenizer.stop_ids if verb == "generate" else ()
+
+            def choose(logits: Tensor) -> int | None:
+                if len(out) == count or (out and out[-1] in stop_ids):
+                    return None
+                token = greedy_one(logits, self.model)
+                check_ids([token], hosted.config, len(self.tokens))
+                out.append(token)
+                return token
+
+            if self._logits is None:
+                raise Busy(f"{verb}: a provisional span of the session was decided while the verb ran")
+            first = choose(self._logits)
+            assert first is not None
+            feed = self._extend([first], "decode", choose)
+        self._end(feed)
         return out
 
-    def _step(self, verb: str) -> int:
-        if not self.tokens:
-            raise InvalidRequest(f"{verb}: the session is empty; append a prompt first")
-        if self._logits is None and self.is_contaminated:
-            raise Contaminated(
-                f"{verb}: the logits after token {len(self) - 1} were not kept, and tokens are clean up to "
-                f"{self.clean} only; append or repair first"
-            )
-        if self._logits is None:
-            self._restore_logits()
-        assert self._logits is not None
-        token = greedy_one(self._logits, self.model)
-        self._append([token], "decode")
-        return token
+    @property
+    def _hosted(self) -> Hosted:
+        return self._lane.residency[self.model]
 
-    def _append(self, ids: list[int], kind: Kind) -> Tensor:
-        before = len(self.tokens)
-        self.tokens.extend(check_ids(ids, self._lane.residency[self.model].config, before))
+    def _extend(self, ids: list[int], kind: Kind, choose: Callable[[Tensor], int | None] | None = None) -> Feed:
+        """Hand ids in after what is there."""
+        mark = self._mark()
         try:
-            logits = self._logits = self._lane.extend(self._context, kind)
+            self.tokens.extend(check_ids(ids, self._hosted.config, len(self.tokens)))
+            return self._begin(kind, choose)
         except BaseException:
-            self.pages.rollback(max(len(self.pages) - before, 0))
-            del self.tokens[before:]
+            self._take_back(*mark)
             raise
-        assert logits is not None
-        if kind == "prefill":
-            self._keep()
-        return logits
+
+    def _begin(
+        self,
+        kind: Kind,
+        choose: Callable[[Tensor], int | None] | None = None,
+        *,
+        context: Context | None = None,
+        floor: int = -1,
+        looks_up: bool = True,
+    ) -> Feed:
+        """Hand to the lane, which is held, what is not in the pages yet; looks_up: takes over what is cached."""
+        context = context or self._context
+        context.has_begun = kind == "decode" or not looks_up
+        feed = self._feed = Feed(into=context, kind=kind, choose=choose, floor=floor)
+        self._lane.enter([feed])
+        return feed
+
+    def _end(self, feed: Feed) -> Tensor:
+        """Wait until the lane is through; logits after the last token."""
+        try:
+            self._lane.wait_for([feed])
+        finally:
+            with self._lane.exclusive():
+                self._settle()
+        assert feed.logits is not None
+        return feed.logits
+
+    def _settle(self, error: BaseException | None = None) -> None:
+        """End what the lane, which is held, is working on, and take over what it gave, as far as it came.
+
+        Once only: later it may be of tokens that are gone.
+        """
+        feed, self._feed = self._feed, None
+        if feed is None:
+            return
+        feed.fail(error or InterruptedError("the verb was interrupted"))  # unless it is over
+        if (fresh := feed.into) is not self._context:  # a repair's
+            if feed.error is not None or self._forgotten:
+                return self._lane.prefill.drop(fresh)
+            self._lane.prefill.drop(self._context)
+            self._context.pages, self._context.lease = fresh.pages, fresh.lease
+            self._context.num_cached += fresh.num_cached
+            self._context.num_resumed += fresh.num_resumed
+            for sink in self._sinks:
+                sink.logits = None  # of tokens that were contaminated
+        self.pages.commit(len(self.tokens) - len(self.pages))  # what was reopened
+        if feed.logits is not None and not self._forgotten:
+            self._logits = feed.logits
+            if feed.kind == "prefill":
+                self._keep()
+
+    def _mark(self) -> tuple[int, Tensor | None, int, int]:
+        """What `_take_back` brings back."""
+        return len(self.tokens), self._logits, self.num_cached, self.num_resumed
+
+    def _take_back(self, length: int, logits: Tensor | None, num_cached: int, num_resumed: int) -> None:
+        """End what the lane is working on, and be what `_mark` saw; whoever was struck stays so."""
+        with self._lane.exclusive():
+            feed, self._feed = self._feed, None
+            if feed is not None:
+                feed.fail(InterruptedError("the verb was interrupted"))
+            if not self._forgotten:
+                self._cut(length, logits)
+                self._context.num_cached, self._context.num_resumed = num_cached, num_resumed
 
     def _keep(self) -> None:
         """Cache what is clean, unless it may still be rolled back, here or where it came from."""
-        if not self._sinks and not self._is_provisional:
+        if not (self._sinks or self._is_provisional or self._forgotten):
             self._lane.prefill.keep(self._context)
 
     # ---- forgetting
@@ -188,7 +270,7 @@ class Session:
             self._swapped = self._swapped.cut(length)
             self._account()
         else:
-            self.pages.rollback(len(self.tokens) - length)
+            self.pages.rollback(max(len(self.pages) - length, 0))
         for sink in self._sinks:
             sink.lose(length, len(self.tokens))
         del self.tokens[length:]
@@ -228,23 +310,15 @@ class Session:
 
     def repair(self) -> None:
         """Prefill again what attended something evicted. Exact: equal to a session that never saw it."""
-        with self._verb_of("repair"):
-            if not self.is_contaminated:
-                return
-            fresh = Context(model=self.model, domain=self.domain, tokens=self.tokens, pages=self.pages.clone())
-            fresh.pages.rollback(len(self.tokens) - self.clean)
-            try:
-                self._logits = self._lane.extend(fresh, "prefill")
-            except BaseException:
-                self._lane.prefill.drop(fresh)
-                raise
-            self._lane.prefill.drop(self._context)
-            self._context.pages, self._context.lease = fresh.pages, fresh.lease
-            self._context.num_cached += fresh.num_cached
-            self._context.num_resumed += fresh.num_resumed
-            for sink in self._sinks:
-                sink.logits = None  # of tokens that were contaminated
-            self._keep()
+        with self._alone("repair"):
+            with self._in_lane("repair"):
+                if not self.is_contaminated:
+                    return
+                tokens = list(self.tokens)
+                fresh = Context(model=self.model, domain=self.domain, tokens=tokens, pages=self.pages.clone())
+                fresh.pages.rollback(len(self.tokens) - self.clean)
+                feed = self._begin("prefill", context=fresh)
+            self._end(feed)
 
     def _bounds(self, verb: str, span: slice) -> tuple[int, int]:
         count = len(self.tokens)
@@ -273,17 +347,26 @@ class Session:
 
     def continue_from(self, other: Session) -> None:
         """Take another session's tokens over, and what this model shares with its; this one is empty."""
-        if self.tokens or other._lane is not self._lane:
-            raise InvalidRequest("continue_from: expected an empty session, and another one of the same engine")
-        with self._verb_of("continue_from"), other._verb_of("continue_from"):
-            self._context.tokens = check_ids(other.tokens, self._lane.residency[self.model].config, 0)
-            self._is_provisional = other._is_provisional or bool(other._sinks)
+        if other is self or other._lane is not self._lane:
+            raise InvalidRequest("continue_from: expected another session, of the same engine")
+        with self._alone("continue_from"), other._alone("continue_from"):
+            if self.tokens:
+                raise InvalidRequest(f"continue_from: the session has {len(self)} tokens, expected an empty one")
+            mark = self._mark()
             try:
-                self._logits = self._lane.extend(self._context, "prefill", other._context)
+                with self._in_lane("continue_from"), other._in_lane("continue_from"):
+                    tokens = check_ids(other.tokens, self._hosted.config, 0)
+                    self._is_provisional = other._is_provisional or bool(other._sinks)
+                    self._context.tokens = tokens
+                    self._lane.prefill.take(self._context, other._context)
+                    if len(self.pages) == len(tokens):
+                        return self._keep()
+                    feed = self._begin("prefill", floor=0, looks_up=False)
+                self._end(feed)
             except BaseException:
-                self._context.tokens = []
+                self._take_back(*mark)
+                self._is_provisional = False
                 raise
-            self._keep()
 
     @contextmanager
     def provisional(self, *sinks: Sink) -> Iterator[Provisional]:
@@ -305,7 +388,7 @@ class Session:
 
     def swap_out(self) -> int:
         """Move the pages to (pinned) host memory; bytes moved. The next verb that needs them brings them back."""
-        with self._alone("swap_out"), self._lane.lock:
+        with self._alone("swap_out"), self._lane.exclusive():
             if self._swapped is not None:
                 return 0
         with self._verb_of("swap_out"):
@@ -370,7 +453,7 @@ class Session:
 
     def close(self) -> None:
         """Give the pages back; what is clean, and in memory, stays in the prefix cache."""
-        with self._alone("close"), self._lane.lock:
+        with self._alone("close"), self._lane.exclusive():
             if self._swapped is None and not self._forgotten and not self._lane.is_closed:
                 self._keep()
             self._drop()
@@ -378,6 +461,7 @@ class Session:
     def strike(self, why: str) -> None:
         """Give everything up; every later verb but close raises Forgotten. The lane's part, whatever verb runs."""
         self._forgotten = why
+        self._settle(Forgotten(why))
         self._drop()
 
     def _drop(self) -> None:
@@ -394,6 +478,9 @@ class Session:
         if not self._verb.acquire(blocking=False):
             raise Busy(f"{verb}: the session is running another verb, expected one at a time")
         try:
+            if self._feed is not None:  # of a verb that was interrupted before it could wait
+                with self._lane.exclusive():
+                    self._settle()
             yield
         finally:
             self._verb.release()
@@ -401,7 +488,7 @@ class Session:
     @contextmanager
     def _in_lane(self, verb: str) -> Iterator[None]:
         """With the lane's lock, on a session that was not forgotten, its pages in memory."""
-        with self._lane.lock:
+        with self._lane.exclusive():
             self._lane.check_open()
             if self._forgotten:
                 raise Forgotten(f"{verb}: {self._forgotten}")
@@ -458,7 +545,8 @@ class _SessionSink:
 
     def _cut(self, length: int) -> None:
         """Whatever verb runs, and wherever the pages are: what cannot be cut is given up."""
-        with self.session._lane.lock:
+        with self.session._lane.exclusive():
+            self.session._settle(Busy("a provisional span of the session was decided while the verb ran"))
             try:
                 self.session._cut(length, self.logits if length == self.start else None)
             except BaseException:
@@ -467,7 +555,7 @@ class _SessionSink:
 
     def close(self, epoch: int) -> None:
         session = self.session
-        with session._lane.lock:
+        with session._lane.exclusive():
             session._sinks.remove(self)
             if session.tokens and session._swapped is None and not session._lane.is_closed:
                 session._keep()
@@ -479,7 +567,7 @@ def _path(verb: str, path: str | Path) -> Path:
     return Path(path)
 
 
-def listed(ids: Iterable[int]) -> list[int]:
+def listed(ids: Iterable[T]) -> list[T]:
     if isinstance(ids, (str, bytes, Mapping, Set)) or not isinstance(ids, Iterable):
         raise InvalidRequest(f"the prompt is {ids!r}, expected a sequence of token ids")
     return list(ids)

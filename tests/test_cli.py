@@ -67,7 +67,9 @@ def refused(*arguments: str) -> str:
 
 def test_help_lists_the_commands_that_are_there() -> None:
     shown = invoke("--help").stdout
-    assert all(re.search(rf"[│ ] {name}  ", shown) for name in ("pull", "ps", "run", "chat", "demo", "selfcheck"))
+    assert all(
+        re.search(rf"[│ ] {name}  ", shown) for name in ("pull", "ps", "run", "chat", "plan", "demo", "selfcheck")
+    )
     assert invoke("--version").stdout == f"polymodel {polymodel.__version__}\n"
 
 
@@ -148,6 +150,71 @@ def test_share_says_what_two_models_have_in_common(model: str, tmp_path: Path) -
     report = parsed("share", model, str(other))
     assert (report["layers"], report["failed"], report["proof"]) == (0, ["weights"], "")
     assert 0 <= report["bytes_stored_once"] < 100_000  # rotations
+
+
+PLANNED = ("--model", "a=40", "--model", "b=40B", "--model", "c=0.04KB")
+
+
+def test_plan_replays_a_trace_and_says_that_it_is_simulated(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    trace.write_text('a\nb\n\n{"model": "a", "time": 2.5}\nc\na\nb\n')
+    lines = invoke("plan", str(trace), *PLANNED, "--budget", "100").stdout.splitlines()
+    assert lines[0].startswith("simulated: lru under 100 B")
+    assert lines[-2].split()[:4] == ["total", "6", "4", "2"] and lines[-1].startswith("miss rate 66.7%")
+    report = parsed("plan", str(trace), *PLANNED, "--budget", "100")
+    assert report["simulated"] and (report["requests"], report["misses"], report["resident"]) == (6, 4, ["a", "b"])
+    assert (
+        json.loads(invoke("plan", "-", *PLANNED, "--budget", "100", "--json", text=trace.read_text()).stdout) == report
+    )
+
+
+def test_plan_options_decide_who_stays_and_what_loading_takes(tmp_path: Path) -> None:
+    trace, speeds = tmp_path / "trace", tmp_path / "speeds.json"
+    trace.write_text("b\nc\nb\nc\n")
+    speeds.write_text('{"disk_bandwidth": 10, "host_bandwidth": 20}')
+    report = parsed("plan", str(trace), *PLANNED, "--budget", "80", "--pin", "a", "--hardware", str(speeds))
+    assert (report["misses"], report["resident"], report["stall_seconds"]) == (4, ["a", "c"], 16.0)
+    options = ("--policy", "gdsf", "--host-budget", "40", "--hardware", str(speeds))
+    report = parsed("plan", str(trace), *PLANNED, "--budget", "40", *options)
+    assert (report["policy"], report["misses"], report["stall_seconds"]) == ("gdsf", 4, 12.0)
+
+
+def test_plan_takes_exact_bytes_from_a_file_and_counts_what_two_models_share_once(model: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    trace.write_text("one\nother\n")
+    with Engine() as engine:
+        num_bytes = engine.add("m", model).nbytes
+    report = parsed(
+        "plan", str(trace), "--model", f"one={model}", "--model", f"other={model}", "--budget", str(num_bytes)
+    )
+    assert [row["num_bytes"] for row in report["models"]] == [num_bytes] * 2
+    assert (report["misses"], report["evictions"], report["loaded_bytes"]) == (2, 0, num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "a=40", "--budget", "x"), "--budget: 'x' is not a size"),
+        (("--model", "a=40", "--budget", "39"), "model 'a' needs 40 bytes, the whole budget is 39"),
+        (("--model", "b=40", "--budget", "39"), "no model named 'a'; there are b"),
+        (("--model", "a=-1", "--budget", "39"), "model 'a' cannot have -1 bytes"),
+        (("--model", "a", "--budget", "39"), "--model 'a': expected NAME=BYTES or NAME=PATH"),
+        (("--model", "a=1", "--model", "a=2", "--budget", "39"), "--model 'a=2': a model named 'a' is already there"),
+        (("--model", "a=1", "--budget", "9", "--policy", "x"), "pool policy 'x', expected one of lru"),
+        (("--model", "a=/no/such/file", "--budget", "9"), "/no/such/file"),
+    ],
+)
+def test_plan_says_what_is_wrong(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    trace.write_text("a\n")
+    assert message in refused("plan", str(trace), *arguments)
+
+
+def test_plan_says_what_is_wrong_with_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    assert f"no trace can be read from {trace}" in refused("plan", str(trace), *PLANNED, "--budget", "100")
+    trace.write_text("a\n{}\n")
+    assert "line 2 of the trace" in refused("plan", str(trace), *PLANNED, "--budget", "100")
 
 
 def test_selfcheck_prints_a_line_a_check_and_fails_with_one(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

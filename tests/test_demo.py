@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny import write_tiny, write_tiny_gguf
+from tiny import write_tiny, write_tiny_gguf, write_tokenizer
 
 from csrc_triton.quant import QTensor, dequantize
 from polymodel import Engine, can_share
@@ -95,16 +97,29 @@ def test_a_layer_that_is_not_there_is_refused(first: int, tmp_path: Path) -> Non
         perturbed(base, first, 0)
 
 
-@pytest.mark.demo_model
-def test_the_demo_answers_and_measures(demo_model_path: Path) -> None:
-    demo = run_demo(demo_model_path, "640MiB", 12, show_nothing)
+def demo_of(path: Path, num_shared: int) -> dict[str, Any]:
+    demo = run_demo(path, "640MiB", 12, show_nothing)
     assert demo.is_good
     report = demo.as_dict()
     for ask, request in zip(ASKS, report["requests"], strict=True):
         assert request["model"] == ask.model and 0 < len(request["tokens"]) <= 12
-    assert all("Paris" in r["text"] for r in report["requests"] if "France" in r["prompt"])
     assert report["drafted_equals_plain"] and report["requests"][-1]["metrics"]["num_drafted"] > 0
     assert {turn["model"] for turn in report["turns"]} == {"smol", "smol-q4", "sibling"}
     assert sum(report["ledger"]["weights"].values()) <= report["budget"]
     layers = {tuple(verdict["models"]): verdict["layers"] for verdict in report["can_share"]}
-    assert layers[("smol", "sibling")] == 24 and layers[("smol", "smol-q4")] == 0
+    assert layers[("smol", "sibling")] == num_shared and layers[("smol", "smol-q4")] == 0
+    return report
+
+
+def test_the_demo_answers_and_measures(tmp_path: Path) -> None:
+    settings = write_tokenizer(write_tiny(tmp_path, "llama", num_hidden_layers=5)) / "tokenizer_config.json"
+    template = {"chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}"}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | template))
+    demo_of(tmp_path, num_shared=4)
+
+
+@pytest.mark.slow
+@pytest.mark.demo_model
+def test_the_demo_knows_the_capital_of_france(demo_model_path: Path) -> None:
+    report = demo_of(demo_model_path, num_shared=24)
+    assert all("Paris" in r["text"] for r in report["requests"] if "France" in r["prompt"])

@@ -20,12 +20,12 @@ ORDER = {
     """,
     "polymodel": """
         errors events ledger config header gguf safetensors checkpoint chat_template tokenizer_spec tokenizer
-        kv model prefix share pool schedule packing residency provisional sequence accept sample prefill draft
-        control lane session_file session engine pull console demo selfcheck cli
+        kv model prefix share pool schedule sim packing residency provisional sequence accept sample prefill draft
+        control lane session_file session batch engine pull console demo selfcheck cli
     """,
 }
 FILES = [(package, name) for package, names in ORDER.items() for name in names.split()]
-NO_TORCH = ["errors", "events", "ledger", "pool", "schedule", "provisional", "accept"]
+NO_TORCH = ["errors", "events", "ledger", "pool", "schedule", "sim", "provisional", "accept"]
 SWITCH = "POLYMODEL"  # the one documented environment variable
 HEAVY = ["torch", "triton", "tokenizers", "jinja2", "transformers", "gguf", "numpy", "rich", "typer"]
 

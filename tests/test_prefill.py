@@ -24,6 +24,7 @@ from polymodel.events import token_layers
 from polymodel.kv import PageList, check_lists
 from polymodel.prefill import Prefill
 from polymodel.prefix import PrefixCache
+from polymodel.sample import greedy
 from polymodel.sequence import Context
 from polymodel.sequence import Sequence as Request
 from polymodel.session import Session
@@ -45,7 +46,7 @@ def sibling(path: Path, first_layer: int, seed: int = 1) -> Checkpoint:
 
 def new_engine(path: Path, **config: Any) -> Engine:
     """m; twin, the same under another name; low and high, which differ from layer 1 and layer 2 on."""
-    engine = Engine(kv_budget="24MiB", config=EngineConfig(**config))
+    engine = Engine(kv_budget="24MiB", config=EngineConfig(kv_borrows=False, **config))
     engine.add("m", path)
     engine.add("twin", path)
     engine.add("low", sibling(path, 1))
@@ -71,7 +72,7 @@ def assert_sound(engine: Engine) -> None:
     )
     assert engine.ledger.of("kv").get("prefixes", 0) == engine.prefixes.nbytes
     assert engine.ledger.total("band_states") == engine.arena.state_bytes
-    assert engine.ledger.total("kv") + engine.ledger.total("band_states") == engine.arena.nbytes
+    assert sum(engine.ledger.total(kind) for kind in ("kv", "draft_kv", "band_states")) == engine.arena.nbytes
     assert engine.lane.num_open_spans == 0
 
 
@@ -79,7 +80,15 @@ def assert_sound(engine: Engine) -> None:
 def engine(path: Path) -> Iterator[Engine]:
     with new_engine(path, prefill_chunk=96) as engine:
         yield engine
-        assert_sound(engine)
+        with engine.lane.exclusive():
+            assert_sound(engine)
+
+
+@pytest.fixture
+def held(engine: Engine) -> Iterator[None]:
+    """The test drives the lane itself, turn by turn."""
+    with engine.lane.exclusive():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -181,15 +190,15 @@ def test_taking_over_moves_no_bytes(engine: Engine) -> None:
     run(engine, "m", IDS[:130])
     session = engine.session("m")
     match = engine.prefixes.peek(engine.lane.prefill._keys("m", "default"), IDS[:129])
-    before, copied = engine.arena.bytes.clone(), engine.arena.bytes_copied
+    before, copied = engine.arena.bytes[: engine.arena.nbytes].clone(), engine.arena.bytes_copied
     session.pages.splice(match.pages, match.length)
-    assert torch.equal(engine.arena.bytes, before) and engine.arena.bytes_copied == copied
+    assert torch.equal(engine.arena.bytes[: engine.arena.nbytes], before) and engine.arena.bytes_copied == copied
     session.pages.free()
 
 
 def test_the_cache_gives_way_to_who_needs_pages(path: Path, uncached: Engine) -> None:
     """Prompt after prompt, in pages for a few of them: the oldest prefixes go, no request fails."""
-    with Engine(kv_budget="10MiB", config=EngineConfig(prefix_budget=1 << 40)) as engine:
+    with Engine(kv_budget="10MiB", config=EngineConfig(kv_borrows=False, prefix_budget=1 << 40)) as engine:
         engine.add("m", path)
         room = engine.arena.num_free(engine.residency["m"].layout)
         prompts = [IDS[i : i + 400] for i in range(room // 7 + 5)]
@@ -206,7 +215,9 @@ def test_the_cache_gives_way_to_who_needs_pages(path: Path, uncached: Engine) ->
 
 
 def test_the_cache_stays_within_its_bounds(path: Path) -> None:
-    with Engine(kv_budget="24MiB", config=EngineConfig(prefix_tokens=150, prefix_budget=3 << 20)) as engine:
+    with Engine(
+        kv_budget="24MiB", config=EngineConfig(kv_borrows=False, prefix_tokens=150, prefix_budget=3 << 20)
+    ) as engine:
         engine.add("m", path)
         for i in range(8):
             run(engine, "m", IDS[i : i + 90])
@@ -215,13 +226,15 @@ def test_the_cache_stays_within_its_bounds(path: Path) -> None:
         assert_sound(engine)
 
 
+@pytest.mark.usefixtures("held")
 def test_numbers_that_are_none_are_not_cached(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polymodel.prefill.greedy", lambda logits: [-1] * len(logits))
+    monkeypatch.setattr("polymodel.lane.greedy", lambda logits: [-1] * len(logits))
     with pytest.raises(NonFiniteLogits):
         run(engine, "m", IDS[:50])
     assert engine.prefixes.num_tokens == 0
 
 
+@pytest.mark.usefixtures("held")
 def test_a_cancelled_prompt_leaves_its_whole_pages(engine: Engine) -> None:
     request = engine.submit("m", prompt_ids=IDS[:300], **OPTIONS)
     engine.lane.turn()
@@ -294,6 +307,7 @@ def test_siblings_in_flight_run_the_lower_layers_once(engine: Engine, uncached: 
     assert [r.num_token_layers for r in requests] == [300 * LAYERS, 300 * 1, 300 * 2]
 
 
+@pytest.mark.usefixtures("held")
 def test_followers_go_on_alone_if_their_leader_fails(engine: Engine, uncached: Engine) -> None:
     leader, follower = submit(engine, "m", IDS[:300]), submit(engine, "m", [*IDS[:280], 7, 8])
     engine.lane.turn()
@@ -304,6 +318,7 @@ def test_followers_go_on_alone_if_their_leader_fails(engine: Engine, uncached: E
     assert follower.num_cached == 64 and follower.num_token_layers == LAYERS * (282 - 64)
 
 
+@pytest.mark.usefixtures("held")
 def test_many_that_wait_cost_a_look_each(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [submit(engine, "m", IDS[:300], max_new_tokens=1) for _ in range(40)]
     engine.lane.turn()
@@ -318,6 +333,7 @@ def test_many_that_wait_cost_a_look_each(engine: Engine, monkeypatch: pytest.Mon
     assert len(looks) < 6 * 40
 
 
+@pytest.mark.usefixtures("held")
 def test_a_short_common_beginning_is_not_waited_for(engine: Engine) -> None:
     requests = [submit(engine, "m", IDS[:31] + IDS[100 * i : 100 * i + 40]) for i in (1, 2)]
     engine.lane.turn()
@@ -429,7 +445,7 @@ def test_without_room_beside_the_siblings_prefix_that_one_goes_and_all_layers_ru
     path: Path, uncached: Engine, proved: bool
 ) -> None:
     """Room for either, were the states not in the way: what copies are made from is not reclaimed for them."""
-    with Engine(kv_budget="12MiB", config=EngineConfig(prefix_budget=1 << 40)) as engine:
+    with Engine(kv_budget="12MiB", config=EngineConfig(kv_borrows=False, prefix_budget=1 << 40)) as engine:
         engine.add("m", path)
         engine.add("high", sibling(path, 2))
         layout = engine.residency["m"].layout
@@ -448,6 +464,7 @@ def test_without_room_beside_the_siblings_prefix_that_one_goes_and_all_layers_ru
         assert_sound(engine)
 
 
+@pytest.mark.usefixtures("held")
 def test_states_given_up_midway_mean_a_whole_prefill(engine: Engine, uncached: Engine) -> None:
     run(engine, "m", IDS[:300])
     request = submit(engine, "high", IDS[:300])
@@ -506,6 +523,7 @@ def test_states_given_up_for_the_next_prompt_of_a_chunk_mean_a_whole_prefill(
     assert [r.num_resumed for r in requests] == [0, 0]
 
 
+@pytest.mark.usefixtures("held")
 def test_a_prompt_interrupted_before_its_first_token_goes_on(
     engine: Engine, uncached: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -515,7 +533,7 @@ def test_a_prompt_interrupted_before_its_first_token_goes_on(
         def interrupt(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr("polymodel.prefill.greedy", interrupt)
+        patch.setattr("polymodel.lane.greedy", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.lane.turn()
     assert len(request.pages) == 64 and not request.output
@@ -523,20 +541,23 @@ def test_a_prompt_interrupted_before_its_first_token_goes_on(
     assert request.output == run(uncached, "m", IDS[:64]).tokens
 
 
+@pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("model", ["m", "high"])
-@pytest.mark.parametrize("where", ["prefill.greedy", "lane.greedy"])
+@pytest.mark.parametrize("after", [0, 1], ids=["prefill", "decode"])
 def test_a_request_interrupted_between_a_forward_and_its_tokens_goes_on(
-    engine: Engine, uncached: Engine, monkeypatch: pytest.MonkeyPatch, where: str, model: str
+    engine: Engine, uncached: Engine, monkeypatch: pytest.MonkeyPatch, after: int, model: str
 ) -> None:
     """Prefilled whole or resumed, in the prompt's last forward or in a decode."""
     run(engine, "m", IDS[:128])
     request = submit(engine, model, IDS[:128], draft=None)
     with monkeypatch.context() as patch:
 
-        def interrupt(*_: Any) -> None:
-            raise KeyboardInterrupt
+        def interrupt(logits: torch.Tensor) -> list[int]:
+            if len(request.output) == after:
+                raise KeyboardInterrupt
+            return greedy(logits)
 
-        patch.setattr(f"polymodel.{where}", interrupt)
+        patch.setattr("polymodel.lane.greedy", interrupt)
         with pytest.raises(KeyboardInterrupt):
             while True:
                 engine.lane.turn()
@@ -546,7 +567,7 @@ def test_a_request_interrupted_between_a_forward_and_its_tokens_goes_on(
 
 
 def test_states_are_given_up_before_prefixes(path: Path) -> None:
-    with Engine(kv_budget="12MiB", config=EngineConfig(prefix_budget=1 << 40)) as engine:
+    with Engine(kv_budget="12MiB", config=EngineConfig(kv_borrows=False, prefix_budget=1 << 40)) as engine:
         engine.add("m", path)
         engine.add("high", sibling(path, 2))
         run(engine, "m", IDS[:200])
@@ -646,7 +667,7 @@ def test_domains_share_nothing_but_what_was_opened_to_all(engine: Engine, uncach
 
 
 def test_a_prefix_opened_to_all_stays_whatever_else_is_cached(path: Path) -> None:
-    with Engine(kv_budget="24MiB", config=EngineConfig(prefix_tokens=130)) as engine:
+    with Engine(kv_budget="24MiB", config=EngineConfig(kv_borrows=False, prefix_tokens=130)) as engine:
         engine.add("m", path)
         engine.share_prefix("m", prompt_ids=IDS[:100])
         for i in range(5):
@@ -685,6 +706,7 @@ def test_public_prefixes_stay_when_others_are_forgotten(engine: Engine) -> None:
     assert cost(run(engine, "twin", IDS[200:260], domain="y"))[0] == 59
 
 
+@pytest.mark.usefixtures("held")
 def test_a_prefix_that_cannot_be_opened_leaves_no_lease(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.share_prefix("m", prompt_ids=IDS[:100])
     with monkeypatch.context() as patch:
@@ -695,13 +717,15 @@ def test_a_prefix_that_cannot_be_opened_leaves_no_lease(engine: Engine, monkeypa
     assert engine.prefixes.stats.leases == 1
 
 
+@pytest.mark.usefixtures("held")
 def test_dropping_a_domain_ends_what_lives_in_it_and_frees_its_pages(engine: Engine) -> None:
     run(engine, "m", IDS[:200], domain="a")
     run(engine, "m", IDS[:100], domain="b")
-    request, session = submit(engine, "m", IDS[:300], domain="a"), engine.session("m", domain="a")
+    session = engine.session("m", domain="a")
     session.append(IDS[:50])
     others = engine.session("m", domain="b")
     others.append(IDS[:20])
+    request = submit(engine, "m", IDS[:300], domain="a")
     used = engine.arena.num_pages_used
     assert engine.drop_domain("a") == 211
     assert engine.arena.num_pages_used < used
@@ -747,6 +771,7 @@ def probe(engine: Engine, guess: Sequence[int], domain: str) -> int:
     return sum(-(-event.tokens // 64) for event in engine.events.of("prefill"))
 
 
+@pytest.mark.usefixtures("held")
 @pytest.mark.parametrize(("attacker", "least", "most"), [("mallory", 0.45, 0.55), ("alice", 0.95, 1.0)])
 def test_the_first_token_does_not_tell_another_domains_prefix(
     engine: Engine, attacker: str, least: float, most: float
@@ -863,6 +888,7 @@ def test_five_models_prefill_a_long_prefix_once(
         assert_sound(engine)
 
 
+@pytest.mark.usefixtures("held")
 def test_sessions_left_to_the_collector_give_their_pages_back(engine: Engine) -> None:
     session = engine.session("m")
     session.append(IDS[:100])
@@ -888,6 +914,7 @@ def test_two_names_of_one_open_checkpoint(path: Path) -> None:
         assert run(engine, "b", IDS[:20]).tokens == expected
 
 
+@pytest.mark.usefixtures("held")
 def test_a_request_cancelled_in_the_midst_of_a_forward_ends_after_it(
     engine: Engine, uncached: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -343,15 +343,16 @@ class Job:
     priority: int
     deadline: float
 
-    def is_overtaken_by(self, other: Job) -> bool:
-        return self.since < other.since
-
 
 def most_overtakes(
     scheduler: Scheduler, max_wait: float, jobs: list[Job], seconds: Callable[[], float], batch: int
 ) -> int:
-    """Serve all jobs; how often one at most, having waited for max_wait, saw a turn of only younger ones end."""
+    """Serve all jobs; how often one at most, having waited for max_wait, saw a turn of only younger ones end.
+
+    Under byte-drr a resident model's jobs wait since its last turn.
+    """
     now, overtakes, most = 0.0, Counter[int](), 0
+    turned: dict[str, float] = {}
     coming = sorted(jobs, key=lambda job: job.since)
     waiting: list[Job] = []
     turns = 0
@@ -376,14 +377,19 @@ def most_overtakes(
         chosen = scheduler.pick(work, now)
         assert chosen in by_model
         served = by_model[chosen][:batch]
+        resident = {item.model for item in work if not item.page_in_bytes} if scheduler.policy == "byte-drr" else set()
+        start = now
         now += seconds()
         scheduler.charge(chosen, 1 + turns % 7)
         for job in waiting:
-            if job.model != chosen and now - job.since > max_wait and all(job.is_overtaken_by(one) for one in served):
+            since = max(job.since, turned.get(job.model, 0.0)) if job.model in resident else job.since
+            if job.model != chosen and now - since > max_wait and all(since < one.since for one in served):
                 overtakes[job.number] += 1
                 most = max(most, overtakes[job.number])
-        for job in served:
+        turned[chosen] = start
+        for job in by_model[chosen] if chosen in resident else served:
             overtakes[job.number] = 0
+        for job in served:
             job.since, job.left = now, job.left - 1
         waiting = [job for job in waiting if job.left]
         turns += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from tiny import write_tiny, write_tokenizer
 
-from polymodel import Engine, EngineConfig, model, prefill
+from csrc_triton import cpu
+from polymodel import Engine, EngineConfig, lane, prefill
 from polymodel.checkpoint import open_checkpoint, perturbed
 from polymodel.errors import (
     Busy,
@@ -41,13 +43,24 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(write_tiny(tmp_path_factory.mktemp("session"), "llama"))
 
 
+UNCACHED = EngineConfig(prefix_cache=False, kv_borrows=False)  # so that all is computed, and pages can be counted
+
+
 @pytest.fixture
 def engine(path: Path) -> Iterator[Engine]:
-    with Engine(kv_budget="16MiB", config=EngineConfig(prefill_chunk=48, prefix_cache=False)) as engine:
+    with Engine(kv_budget="16MiB", config=replace(UNCACHED, prefill_chunk=48)) as engine:
         engine.add("m", path)
         yield engine
-        engine.residency.check()
-        engine.arena.check()
+        with engine.lane.exclusive():
+            engine.residency.check()
+            engine.arena.check()
+
+
+@pytest.fixture
+def held(engine: Engine) -> Iterator[None]:
+    """The test drives the lane itself, turn by turn."""
+    with engine.lane.exclusive():
+        yield
 
 
 def fresh(engine: Engine, ids: list[int]) -> Session:
@@ -87,6 +100,7 @@ def test_generating_ends_with_a_stop_token(engine: Engine, monkeypatch: pytest.M
     assert len(session) == 20 + steps.index(steps[4]) + 1
 
 
+@pytest.mark.usefixtures("held")
 def test_a_clone_goes_its_own_way(engine: Engine) -> None:
     one = fresh(engine, IDS[:70])
     used = engine.arena.num_pages_used
@@ -131,6 +145,7 @@ def test_rolling_back_a_clone_leaves_the_other(engine: Engine) -> None:
     assert_equal(one, fresh(engine, IDS))
 
 
+@pytest.mark.usefixtures("held")
 def test_sessions_and_requests_interleave(engine: Engine) -> None:
     alone = engine.generate("m", prompt_ids=IDS[:10], max_new_tokens=20, stop_at_eos=False).tokens
     request = engine.submit("m", prompt_ids=IDS[:10], max_new_tokens=20, stop_at_eos=False)
@@ -167,7 +182,7 @@ def test_what_is_wrong_is_refused_and_changes_nothing(engine: Engine) -> None:
 
 def test_full_leaves_the_session_as_it_was(path: Path) -> None:
     """The first chunks of the prompt find room, a later one does not."""
-    with Engine(kv_budget="8MiB", config=EngineConfig(prefill_chunk=48, prefix_cache=False)) as engine:
+    with Engine(kv_budget="8MiB", config=replace(UNCACHED, prefill_chunk=48)) as engine:
         engine.add("m", path)
         session, other = fresh(engine, IDS[:60]), fresh(engine, IDS[:60])
         filling = []
@@ -185,6 +200,7 @@ def test_full_leaves_the_session_as_it_was(path: Path) -> None:
         assert len(session) == 210
 
 
+@pytest.mark.usefixtures("held")
 def test_a_closed_session_gives_its_pages_back(engine: Engine) -> None:
     with engine.session("m") as session:
         session.append(IDS)
@@ -322,7 +338,7 @@ def test_a_bad_span_is_refused_with_the_bounds(engine: Engine, verb: str, span: 
 
 
 def test_a_repair_without_room_changes_nothing(path: Path) -> None:
-    with Engine(kv_budget="8MiB", config=EngineConfig(prefix_cache=False)) as engine:
+    with Engine(kv_budget="8MiB", config=UNCACHED) as engine:
         engine.add("m", path)
         session = fresh(engine, IDS)
         session.evict(slice(5, 10))
@@ -369,6 +385,7 @@ def test_logits_that_find_no_room_change_nothing(engine: Engine, monkeypatch: py
 # ---- provisional spans -----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("held")
 def test_an_undecided_span_leaves_nothing_behind(engine: Engine) -> None:
     session = fresh(engine, IDS[:60])
     with session.provisional() as span:
@@ -401,6 +418,7 @@ def test_more_than_the_span_has_is_refused_and_it_stays_open(engine: Engine) -> 
     assert_equal(session, fresh(engine, IDS[:75]))
 
 
+@pytest.mark.usefixtures("held")
 def test_spans_nest_and_stay_right_when_something_before_them_is_evicted(engine: Engine) -> None:
     session = fresh(engine, IDS[:60])
     with session.provisional() as outer:
@@ -479,6 +497,7 @@ def test_sinks_decide_together(engine: Engine) -> None:
     assert buffer.effects == ["sent"]
 
 
+@pytest.mark.usefixtures("held")
 def test_a_session_closed_inside_a_span_ends_it(engine: Engine) -> None:
     session = fresh(engine, IDS[:60])
     with session.provisional() as span:
@@ -567,6 +586,7 @@ def test_what_is_made_of_provisional_tokens_reaches_no_cache(path: Path) -> None
         assert engine.prefixes.num_tokens == 20
 
 
+@pytest.mark.usefixtures("held")
 def test_what_is_provisional_reaches_no_file(engine: Engine, tmp_path: Path) -> None:
     session = fresh(engine, IDS[:20])
     with session.provisional() as span:
@@ -582,6 +602,7 @@ def test_what_is_provisional_reaches_no_file(engine: Engine, tmp_path: Path) -> 
     assert session.num_open_spans == 0
 
 
+@pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("error", [RuntimeError("device"), KeyboardInterrupt()])
 @pytest.mark.parametrize("count", [64, 65, 100])
 def test_a_forward_that_fails_while_logits_come_back_loses_nothing(
@@ -594,13 +615,15 @@ def test_a_forward_that_fails_while_logits_come_back_loses_nothing(
         def fail(*_: Any) -> None:
             raise error
 
-        patch.setattr("polymodel.prefill.forward", fail)
+        for module in (prefill, lane):
+            patch.setattr(module, "forward", fail)
         for act in (session.step, lambda: session.logits, lambda: session.append(IDS[:200])):
             with pytest.raises(type(error)):
                 act()
     assert_equal(session, fresh(engine, IDS[:count]))
 
 
+@pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
 @pytest.mark.parametrize("when", ["in the head", "after the forward"])
 def test_an_error_late_in_a_step_leaves_the_session_as_it_was(
@@ -611,14 +634,14 @@ def test_an_error_late_in_a_step_leaves_the_session_as_it_was(
     rolled.rollback(6)
     with monkeypatch.context() as patch:
         if when == "in the head":
-            matmul = model.matmul
+            matmul = cpu.matmul_cpu
 
-            def fail(x: torch.Tensor, w: Any, **options: Any) -> torch.Tensor:
+            def fail(x: torch.Tensor, w: Any, *added: Any) -> torch.Tensor:
                 if w.shape[0] == 300:
                     raise error
-                return matmul(x, w, **options)
+                return matmul(x, w, *added)
 
-            patch.setattr(model, "matmul", fail)
+            patch.setattr(cpu, "matmul_cpu", fail)
         else:
             forward = prefill.forward
 
@@ -626,7 +649,8 @@ def test_an_error_late_in_a_step_leaves_the_session_as_it_was(
                 forward(*args)
                 raise error
 
-            patch.setattr(prefill, "forward", after)
+            for module in (prefill, lane):
+                patch.setattr(module, "forward", after)
         for act in (session.step, rolled.step, lambda: session.append(IDS[:5]), lambda: rolled.logits):
             with pytest.raises(type(error)):
                 act()
@@ -666,6 +690,7 @@ def test_what_is_provisional_reaches_no_cache(path: Path) -> None:
         assert engine.prefixes.peek(engine.prefixes.keys, IDS).length == 100
 
 
+@pytest.mark.usefixtures("held")
 def test_no_span_is_open_after_a_generation(engine: Engine) -> None:
     engine.add("twin", open_checkpoint(engine.residency["m"].checkpoint.path))
     request = engine.submit("m", prompt_ids=IDS[:20], max_new_tokens=20, stop_at_eos=False, draft="twin")
@@ -678,6 +703,7 @@ def test_no_span_is_open_after_a_generation(engine: Engine) -> None:
 # ---- out of memory and back ------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("held")
 def test_swapping_out_and_in_is_bit_identical(engine: Engine) -> None:
     session, other = fresh(engine, IDS), fresh(engine, IDS[:70])
     before, used = session.pages.dump(), engine.arena.num_pages_used
@@ -726,6 +752,7 @@ def test_a_contaminated_session_swaps_as_it_is(engine: Engine) -> None:
     assert session.clean == never.clean == 5
 
 
+@pytest.mark.usefixtures("held")
 def test_a_changed_byte_on_the_host_is_noticed(engine: Engine) -> None:
     session = fresh(engine, IDS)
     session.swap_out()
@@ -741,7 +768,7 @@ def test_a_changed_byte_on_the_host_is_noticed(engine: Engine) -> None:
 
 
 def test_swapping_in_without_room_changes_nothing(path: Path) -> None:
-    with Engine(kv_budget="8MiB", config=EngineConfig(prefix_cache=False)) as engine:
+    with Engine(kv_budget="8MiB", config=UNCACHED) as engine:
         engine.add("m", path)
         session = fresh(engine, IDS)
         session.swap_out()
@@ -846,14 +873,14 @@ def test_numbers_of_other_libraries_are_numbers(engine: Engine) -> None:
 def test_a_second_verb_is_busy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     session = fresh(engine, IDS[:20])
     begun, go_on = threading.Event(), threading.Event()
-    extend = engine.lane.extend
+    forward = lane.forward
 
     def slow(*args: Any) -> Any:
         begun.set()
         assert go_on.wait(10)
-        return extend(*args)
+        return forward(*args)
 
-    monkeypatch.setattr(engine.lane, "extend", slow)
+    monkeypatch.setattr(lane, "forward", slow)
     thread = threading.Thread(target=session.generate, args=(3,))
     thread.start()
     assert begun.wait(10)
@@ -873,6 +900,121 @@ def test_a_second_verb_is_busy(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
     thread.join()
     assert len(session) == 23
     session.close()
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, but for pytest."""
+
+
+def interrupt(owner: object, patch: pytest.MonkeyPatch, where: str, what: str) -> None:
+    """Raise in place of a method, or after it."""
+    method = getattr(owner, what)
+
+    def interrupted(arg: Any) -> None:
+        if where == "after":
+            method(arg)
+        raise Interrupted
+
+    patch.setattr(owner, what, interrupted)
+
+
+VERBS: dict[str, Callable[[Session], Any]] = {
+    "append": lambda s: s.append(IDS[70:80]),
+    "step": Session.step,
+    "generate": lambda s: s.generate(4),
+    "logits": lambda s: s.logits,
+    "repair": Session.repair,
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [("after", "enter"), ("before", "_end"), ("before", "wait_for"), ("before", "wait"), ("after", "wait")],
+)
+@pytest.mark.usefixtures("held")
+def test_an_interrupted_verb_leaves_tokens_and_logits_that_belong_together(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, verb: str, where: str, what: str
+) -> None:
+    """Wherever the lane was with it, and whatever it does before the next verb."""
+    session = fresh(engine, IDS[:75])
+    if verb == "repair":
+        session.evict(slice(2, 7))
+    else:
+        session.rollback(5)
+        if verb != "logits":
+            assert session.logits is not None
+    expected = list(session.tokens)
+    with monkeypatch.context() as patch:
+        interrupt(session if what == "_end" else engine.lane, patch, where, what)
+        with pytest.raises(Interrupted):
+            VERBS[verb](session)
+    while engine.lane.turn():
+        pass
+    session.rollback(0)
+    assert session.tokens[: len(expected)] == expected and len(session) - len(expected) in (0, 1, 4, 10)
+    if what in ("wait", "wait_for") and where == "before":
+        assert session.tokens == expected
+    if verb == "repair":
+        session.repair()
+    assert_equal(session, fresh(engine, session.tokens))
+    session.append([9])
+    assert_equal(session, fresh(engine, session.tokens))
+    tokens = list(session.tokens)
+    assert session.generate(2) == fresh(engine, tokens).generate(2)
+    session.close()
+    engine.lane.turn()  # gives back what sessions left that are gone
+    assert engine.arena.num_pages_used == 0
+
+
+@pytest.mark.parametrize("verb", ["append", "repair"])
+@pytest.mark.usefixtures("held")
+def test_a_span_that_is_dropped_when_the_lane_is_through_takes_the_logits_along(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    session, wait_for = fresh(engine, IDS[:60]), engine.lane.wait_for
+    with session.provisional() as span:
+        session.append(IDS[60:70])
+        if verb == "repair":
+            session.evict(slice(2, 7))
+
+        def dropped(feeds: Any) -> None:
+            """As another thread may, before the one that waited goes on."""
+            wait_for(feeds)
+            span.rollback()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.lane, "wait_for", dropped)
+            VERBS[verb](session)
+    tokens = IDS[:2] + IDS[7:60] if verb == "repair" else IDS[:60]
+    assert session.tokens == tokens and not session.is_contaminated
+    assert_equal(session, fresh(engine, tokens))
+    assert session.step() == fresh(engine, tokens).step()
+
+
+def test_a_session_that_could_not_go_on_from_another_is_empty_and_as_good_as_new(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(kv_budget="16MiB") as engine:
+        engine.add("m", path)
+        engine.add("sibling", perturbed(open_checkpoint(path), 2, 0))
+        prefix, session = fresh(engine, IDS[:90]), engine.session("sibling")
+        with prefix.provisional():
+            prefix.append(IDS[90:100])
+            with monkeypatch.context() as patch:
+                interrupt(engine.lane, patch, "before", "wait")
+                with pytest.raises(Interrupted):
+                    session.continue_from(prefix)
+        assert (len(session), len(session.pages), session.num_cached, session.logits) == (0, 0, 0, None)
+        session.append(IDS[:70])
+        key = engine.lane.prefill.key("sibling", session.domain)
+        assert engine.prefixes.peek([key], IDS).length == 70, "nothing in it is provisional"
+        message = "continue_from: the session has 70 tokens, expected an empty one"
+        with pytest.raises(InvalidRequest, match=message):
+            session.continue_from(prefix)
+        with pytest.raises(InvalidRequest, match="continue_from: expected another session, of the same engine"):
+            session.continue_from(session)
+        assert session.tokens == IDS[:70]
 
 
 def test_verbs_after_the_engine_is_closed(path: Path) -> None:
@@ -904,7 +1046,7 @@ def test_removing_a_model_ends_its_sessions_and_another_of_its_name_has_nothing_
                 session.step()
             session.close()
             closed.close()
-            with Engine(kv_budget="16MiB", config=EngineConfig(prefix_cache=False)) as alone:
+            with Engine(kv_budget="16MiB", config=UNCACHED) as alone:
                 alone.add("m", source)
                 expected = alone.generate("m", prompt_ids=IDS[:100], max_new_tokens=5).tokens
                 engine.residency.check()
@@ -1138,7 +1280,7 @@ class Verbs(RuleBasedStateMachine):
 
 @pytest.fixture(scope="module")
 def uncached(path: Path) -> Iterator[Engine]:
-    with Engine(kv_budget="16MiB", config=EngineConfig(prefix_cache=False)) as engine:
+    with Engine(kv_budget="16MiB", config=UNCACHED) as engine:
         engine.add("m", path)
         engine.add("high", perturbed(open_checkpoint(path), 2, 1))
         yield engine
