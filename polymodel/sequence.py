@@ -214,17 +214,19 @@ class Sequence(Context, Work):
         self.finish("error", error)
 
     def finish(self, reason: str, error: BaseException | None = None) -> None:
-        """End it, once, and give the pages back."""
-        if self.is_over:
+        """End it, once, and give the pages back; it is over when that is done."""
+        if self.is_over or self.finish_reason:
             return
-        self.state = State.FAILED if error is not None else State.DONE
         self.finish_reason, self.error, self.finished = reason, error, time.perf_counter()
-        if self.on_done is not None:
-            self.on_done(self)
-        self.swapped = None
-        self.pages.free()
-        self.drop_drafter()
-        self.signal.notify()
+        try:
+            if self.on_done is not None:
+                self.on_done(self)
+            self.swapped = None
+            self.pages.free()
+            self.drop_drafter()
+        finally:
+            self.state = State.FAILED if error is not None else State.DONE
+            self.signal.notify()
 
 
 @dataclass(eq=False, kw_only=True)

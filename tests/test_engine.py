@@ -207,6 +207,7 @@ def test_drafted_tokens_are_the_plain_ones(engine: Engine, paths: Paths, drafter
         assert rejected > 0.9 * drafted > 0
 
 
+@pytest.mark.usefixtures("held")
 def test_drafting_in_a_batch_of_both_kinds(engine: Engine, paths: Paths, alone: Alone) -> None:
     engine.add("llama", paths["llama"])
     engine.add("q4", paths["llama"], weights="q4")
@@ -396,7 +397,7 @@ def test_drafts_give_way_before_a_request_fails(paths: Paths, alone: Alone) -> N
 
 def test_pages_reserved_for_drafts_go_to_who_needs_them_now(paths: Paths, alone: Alone) -> None:
     """Three pages for two requests, which decoding plainly need one and two at the time; drafts would need four."""
-    with Engine(kv_budget="12MiB", config=UNCACHED) as engine:
+    with Engine(kv_budget="12MiB", config=UNCACHED) as engine, engine.lane.exclusive():
         engine.add("llama", paths["llama"])
         engine.add("qwen3", paths["qwen3"])
         prompts = [PROMPTS[3][:60], PROMPTS[3][:63]]
@@ -424,7 +425,7 @@ def test_pages_reserved_for_drafts_go_to_who_needs_them_now(paths: Paths, alone:
 
 
 def test_a_prompt_that_does_not_fit_the_pages_fails_alone(paths: Paths, alone: Alone) -> None:
-    with Engine(kv_budget="8MiB", config=UNCACHED) as engine:
+    with Engine(kv_budget="8MiB", config=UNCACHED) as engine, engine.lane.exclusive():
         engine.add("llama", paths["llama"])
         layout = engine.residency["llama"].layout
         fillers = [engine.session("llama") for _ in range(engine.arena.num_free(layout) - 4)]
@@ -452,6 +453,7 @@ def poisoned(path: Path, folder: Path, tensor: str, row: int) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("held")
 def test_nan_weights_fail_their_own_requests(engine: Engine, paths: Paths, tmp_path: Path, alone: Alone) -> None:
     engine.add("llama", paths["llama"])
     engine.add("broken", poisoned(paths["llama"], tmp_path, "model.layers.1.mlp.up_proj.weight", 3))
@@ -464,6 +466,7 @@ def test_nan_weights_fail_their_own_requests(engine: Engine, paths: Paths, tmp_p
         list(engine.stream("broken", prompt_ids=PROMPTS[0]))
 
 
+@pytest.mark.usefixtures("held")
 def test_a_nan_in_one_row_fails_that_request_only(engine: Engine, paths: Paths, tmp_path: Path, alone: Alone) -> None:
     """Token 299's embedding is NaN: who has it in the prompt fails, beside others in the same forwards."""
     assert not any(299 in tokens for tokens in (*PROMPTS, *alone.values()))
@@ -475,6 +478,7 @@ def test_a_nan_in_one_row_fails_that_request_only(engine: Engine, paths: Paths, 
     assert (requests[0].output, requests[2].output) == (alone["llama", 0], alone["llama", 3])
 
 
+@pytest.mark.usefixtures("held")
 def test_a_nan_that_comes_later_fails_that_request_only(
     engine: Engine, paths: Paths, tmp_path: Path, alone: Alone
 ) -> None:
@@ -747,7 +751,7 @@ def test_a_wrong_request_is_refused_and_changes_nothing(
 
 
 def test_a_full_queue_refuses_and_takes_again_once_there_is_room(paths: Paths) -> None:
-    with Engine(kv_budget="16MiB", config=replace(UNCACHED, max_queue=2)) as engine:
+    with Engine(kv_budget="16MiB", config=replace(UNCACHED, max_queue=2)) as engine, engine.lane.exclusive():
         engine.add("m", paths["llama"])
         requests = [engine.submit("m", prompt_ids=[5, 6], **PLAIN) for _ in range(2)]
         before = snapshot(engine)
@@ -775,6 +779,7 @@ def test_an_engine_that_is_set_up_wrongly_says_so() -> None:
             EngineConfig(**{field: "1GiB"})
 
 
+@pytest.mark.usefixtures("held")
 def test_a_running_request_has_no_output_yet(engine: Engine, paths: Paths) -> None:
     engine.add("m", paths["llama"])
     request = engine.submit("m", prompt_ids=[5, 6], **PLAIN)
@@ -823,11 +828,12 @@ def test_losing_the_drafter_midway_changes_nothing(engine: Engine, paths: Paths,
 def test_closing_fails_what_is_running_and_refuses_everything_after(paths: Paths) -> None:
     engine = Engine(kv_budget="16MiB", config=UNCACHED)
     engine.add("m", paths["llama"])
-    request, waiting = (engine.submit("m", prompt_ids=ids, **PLAIN) for ids in PROMPTS[:2])
-    stream, session = engine.stream("m", "Hi", max_new_tokens=99), engine.session("m")
-    session.append([5, 6, 7])
-    next(stream)
-    engine.close()
+    with engine.lane.exclusive():
+        request, waiting = (engine.submit("m", prompt_ids=ids, **PLAIN) for ids in PROMPTS[:2])
+        stream, session = engine.stream("m", "Hi", max_new_tokens=99), engine.session("m")
+        session.append([5, 6, 7])
+        next(stream)
+        engine.close()
     engine.close()
     for over in (request, waiting):
         with pytest.raises(errors.EngineClosed, match="the engine was closed"):
@@ -904,6 +910,7 @@ def test_streams_in_two_threads_lose_nothing(engine: Engine, paths: Paths) -> No
 # ---- what there is to see ------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("held")
 def test_the_table_says_what_is_there(engine: Engine, paths: Paths) -> None:
     assert str(engine.table()) == "no models"
     engine.add("m", paths["llama"], pin=True)
@@ -950,6 +957,7 @@ def test_events_tell_the_story_of_a_request(engine: Engine, paths: Paths) -> Non
     assert engine.max_concurrent_decode() == 1
 
 
+@pytest.mark.usefixtures("held")
 def test_a_request_is_a_sequence(engine: Engine, paths: Paths) -> None:
     engine.add("m", paths["llama"])
     request = engine.submit("m", prompt_ids=[5, 6], **PLAIN)

@@ -287,6 +287,7 @@ def submit(engine: Engine, model: str, ids: Sequence[int], **options: Any) -> Re
     return engine.submit(model, prompt_ids=ids, **OPTIONS | options)
 
 
+@pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("models", [("m", "m", "m"), ("m", "twin", "m")])
 def test_prompts_in_flight_that_begin_alike_are_prefilled_once(
     engine: Engine, uncached: Engine, models: tuple[str, ...]
@@ -300,6 +301,7 @@ def test_prompts_in_flight_that_begin_alike_are_prefilled_once(
     assert [r.num_token_layers for r in requests] == [LAYERS * 270, LAYERS * 20, LAYERS * 20]
 
 
+@pytest.mark.usefixtures("held")
 def test_siblings_in_flight_run_the_lower_layers_once(engine: Engine, uncached: Engine) -> None:
     requests = [submit(engine, m, IDS[:300]) for m in ("m", "high", "low")]
     engine.run()
@@ -341,6 +343,7 @@ def test_a_short_common_beginning_is_not_waited_for(engine: Engine) -> None:
     engine.run()
 
 
+@pytest.mark.usefixtures("held")
 def test_other_domains_prompts_are_not_waited_for(engine: Engine) -> None:
     requests = [submit(engine, "m", IDS[:300], domain=d) for d in ("a", "b")]
     engine.run()
@@ -427,6 +430,7 @@ def test_own_pages_and_a_siblings_layers_go_together_in_a_session(engine: Engine
         engine.prefixes.forget(engine.lane.prefill.key("high", "default"), IDS[:1])
 
 
+@pytest.mark.usefixtures("held")
 def test_what_is_decoded_is_kept_for_siblings_too(engine: Engine, uncached: Engine) -> None:
     one = engine.session("m")
     one.append(IDS[:60])
@@ -504,6 +508,7 @@ def test_a_session_that_resumed_is_a_session_like_any_other(engine: Engine, unca
         session.close()
 
 
+@pytest.mark.usefixtures("held")
 def test_states_given_up_for_the_next_prompt_of_a_chunk_mean_a_whole_prefill(
     engine: Engine, uncached: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -739,6 +744,7 @@ def test_dropping_a_domain_ends_what_lives_in_it_and_frees_its_pages(engine: Eng
     assert engine.drop_domain("nobody") == 0
 
 
+@pytest.mark.usefixtures("held")
 def test_forgetting_a_prefix_reaches_live_forks_of_all_models_and_spares_the_others(engine: Engine) -> None:
     for model in ("m", "high"):
         run(engine, model, IDS[:100])

@@ -147,7 +147,7 @@ def test_drafting_changes_no_hit(path: Path) -> None:
 @pytest.mark.parametrize(("flight", "computed"), [(32, 101), (1000, 200)])
 def test_concurrent_double_insert(path: Path, flight: int, computed: int) -> None:
     """Two equal prompts in flight at once, one waiting for the other or not, are stored once and forgotten for good."""
-    with new_engine(path, prefix_flight=flight) as engine:
+    with new_engine(path, prefix_flight=flight) as engine, engine.lane.exclusive():
         requests = [
             engine.submit("m", prompt_ids=text(0, 100), max_new_tokens=1, stop_at_eos=False, draft=None)
             for _ in range(2)
