@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from polymodel.config import EngineConfig as EngineConfig
     from polymodel.engine import Engine as Engine
     from polymodel.engine import Output as Output
+    from polymodel.events import Event as Event
     from polymodel.events import chrome_trace as chrome_trace
     from polymodel.events import timeline as timeline
     from polymodel.session import Session as Session
     from polymodel.share import Verdict as Verdict
     from polymodel.share import can_share as can_share
+    from polymodel.sim import Plan as Plan
 
 __version__ = "0.1.0"
 _HOME = {
@@ -23,6 +25,8 @@ _HOME = {
     "Output": "engine",
     "Session": "session",
     "EngineConfig": "config",
+    "Event": "events",
+    "Plan": "sim",
     "Verdict": "share",
     "can_share": "share",
     "chrome_trace": "events",
@@ -32,7 +36,9 @@ __all__ = [
     "Batch",
     "Engine",
     "EngineConfig",
+    "Event",
     "Output",
+    "Plan",
     "Session",
     "Verdict",
     "can_share",
@@ -49,3 +55,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"polymodel.{_HOME[name]}"), name)
     raise AttributeError(f"module 'polymodel' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

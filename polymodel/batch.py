@@ -15,7 +15,7 @@ from polymodel.config import ModelConfig
 from polymodel.errors import InvalidRequest
 from polymodel.events import Kind
 from polymodel.sample import greedy_one
-from polymodel.session import Session, check_ids, listed
+from polymodel.session import Session, brief, check_ids, listed
 
 Pick = Callable[[int, Tensor], int]  # row of the batch, its logits [vocab] -> token
 Choose = Callable[[Tensor], int | None]
@@ -29,7 +29,7 @@ class Batch:
 
     def __init__(self, rows: Sequence[Session]) -> None:
         if not rows or not all(isinstance(row, Session) for row in rows):
-            raise InvalidRequest(f"a batch of {rows!r}, expected at least one session")
+            raise InvalidRequest(f"a batch of {brief(rows)}, expected at least one session")
         if len({id(row) for row in rows}) < len(rows) or len({(row.model, id(row._lane)) for row in rows}) > 1:
             raise InvalidRequest("a batch is of different sessions of one model of one engine")
         self._rows = list(rows)
@@ -46,15 +46,27 @@ class Batch:
             undo.pop_all()
         return cls(rows)
 
+    def __repr__(self) -> str:
+        return f"<batch of {len(self)} rows of {self.model!r}{', closed' if self.is_closed else ''}>"
+
     @property
     def model(self) -> str:
+        """Name of the model of all rows."""
         return self._rows[0].model
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether all rows are closed."""
+        return all(row.is_closed for row in self._rows)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, row: int) -> Session:
-        return self._rows[row]
+        try:
+            return self._rows[row]
+        except IndexError:
+            raise IndexError(f"row {row} of a batch of {len(self)} rows") from None
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._rows)
@@ -72,7 +84,7 @@ class Batch:
 
         The others are left untouched, and what ids has for them is not looked at.
         """
-        flags = listed(active)
+        flags = listed(active, "step_active: the flags are", "booleans")
         if len(flags) != len(self):
             raise InvalidRequest(f"step_active: {len(flags)} flags for {len(self)} rows, expected one for each")
         rows = [i for i, is_active in enumerate(flags) if is_active]
@@ -95,9 +107,9 @@ class Batch:
         """
         given = self._of_each("generate", prompts)
         if not isinstance(max_new_tokens, SupportsIndex) or index(max_new_tokens) < 1:
-            raise InvalidRequest(f"generate: max_new_tokens={max_new_tokens!r}, expected a number of at least 1")
+            raise InvalidRequest(f"generate: max_new_tokens={brief(max_new_tokens)}, expected a number of at least 1")
         if pick is not None and not callable(pick):
-            raise InvalidRequest(f"generate: pick={pick!r}, expected something to call, or None")
+            raise InvalidRequest(f"generate: pick={brief(pick)}, expected something to call, or None")
         most = index(max_new_tokens)
         out: list[list[int]] = [[] for _ in self._rows]
 
@@ -125,6 +137,8 @@ class Batch:
                 rows.callback(row.close)
 
     def __enter__(self) -> Batch:
+        if self.is_closed:
+            raise InvalidRequest("with: the batch is closed")
         return self
 
     def __exit__(
@@ -135,13 +149,14 @@ class Batch:
     # ---- together
 
     def _of_each(self, verb: str, prompts: Iterable[Iterable[int]]) -> dict[int, list[int]]:
-        given = dict(enumerate(map(listed, listed(prompts))))
+        rows = listed(prompts, f"{verb}: the prompts are", "prompts, each a sequence of token ids")
+        given = dict(enumerate(map(listed, rows)))
         if len(given) != len(self):
             raise InvalidRequest(f"{verb}: {len(given)} prompts for {len(self)} rows, expected one for each")
         return given
 
     def _step(self, verb: str, ids: Iterable[int], rows: Sequence[int]) -> list[Tensor]:
-        tokens = listed(ids)
+        tokens = listed(ids, f"{verb}: the tokens are", "token ids, one for each row")
         if len(tokens) != len(self):
             raise InvalidRequest(f"{verb}: {len(tokens)} tokens for {len(self)} rows, expected one for each")
         logits = self._together(verb, {i: [tokens[i]] for i in rows}, "decode")
@@ -157,6 +172,8 @@ class Batch:
         num_new: int = 0,
     ) -> list[Tensor]:
         """Feed these rows at once and wait; whatever happens leaves all of them as they were."""
+        if self.is_closed:
+            raise InvalidRequest(f"{verb}: the batch is closed")
         rows = [self._rows[i] for i in given]
         with ExitStack() as verbs, ExitStack() as undo:
             for row in rows:
@@ -190,13 +207,13 @@ class Batch:
 
 def check_size(size: int) -> int:
     if not isinstance(size, SupportsIndex) or index(size) < 1:
-        raise InvalidRequest(f"a batch of {size!r} rows, expected a number of at least 1")
+        raise InvalidRequest(f"a batch of {brief(size)} rows, expected a number of at least 1")
     return index(size)
 
 
 def _picked(token: int, row: int, vocab_size: int) -> int:
     if isinstance(token, bool) or not isinstance(token, SupportsIndex) or not 0 <= index(token) < vocab_size:
-        raise InvalidRequest(f"generate: pick gave {token!r} for row {row}, expected an id in 0..{vocab_size - 1}")
+        raise InvalidRequest(f"generate: pick gave {brief(token)} for row {row}, expected an id in 0..{vocab_size - 1}")
     return index(token)
 
 

@@ -285,7 +285,9 @@ def _sizes(models: Sequence[str]) -> dict[str, int | dict[Hashable, int]]:
             raise DuplicateId(f"--model {given!r}: a model named {name!r} is already there")
         try:
             sizes[name] = parse_bytes(size)
-        except ValueError:
+        except ValueError as error:
+            if size.startswith("-"):
+                raise InvalidRequest(f"--model {given!r}: model {name!r} cannot have {size} bytes") from error
             sizes[name] = _pieces_of(size)
     return sizes
 

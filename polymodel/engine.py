@@ -7,11 +7,11 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from types import TracebackType, UnionType
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -28,7 +28,7 @@ from polymodel.prefix import Lease, common_length
 from polymodel.residency import Hosted, Progress, Residency
 from polymodel.sequence import Context, Feed, LogitsProcessor
 from polymodel.sequence import Sequence as Request
-from polymodel.session import Session, check_ids
+from polymodel.session import Session, brief, check_ids
 from polymodel.share import Verdict, can_share
 from polymodel.sim import H200, Hardware, Plan, plan
 from polymodel.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class Metrics:
     queue_seconds: float  # from submission to its first forward
     time_to_first_token: float  # from submission
     decode_seconds: float  # first token to last
-    tokens_per_second: float  # after the first token; 0.0 if there was only one
+    tokens_per_second: float  # after the first token, the time included that others had the lane; 0.0 for one token
     num_prompt_tokens: int
     num_cached_tokens: int  # of the prompt: their pages were taken over
     num_resumed_tokens: int  # of the prompt: a sibling's lower layers were taken over
@@ -58,6 +58,8 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class Output:
+    """What a request gave."""
+
     model: str
     prompt_ids: list[int]
     tokens: list[int]  # the stop token included
@@ -65,6 +67,23 @@ class Output:
     finish_reason: str  # "stop", "length" or "cancelled"
     metrics: Metrics
     receipt: dict[str, str]  # what decided the bits
+
+
+class Options(TypedDict, total=False):
+    """What `Engine.submit`, which explains them, takes beside model and prompt; and so do the verbs made of it."""
+
+    prompt_ids: Sequence[int] | None
+    messages: Sequence[Mapping[str, str]] | None
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    stop_at_eos: bool
+    draft: str | None
+    domain: str
+    priority: int
+    deadline: float | None
+    logits_processor: LogitsProcessor | None
+    on_token: Callable[[int], None] | None
 
 
 class Engine:
@@ -95,6 +114,8 @@ class Engine:
         config: EngineConfig | None = None,
     ) -> None:
         self.device = _device(device)
+        if config is not None and not isinstance(config, EngineConfig):
+            raise InvalidRequest(f"config={brief(config)}, expected an EngineConfig, such as EngineConfig(max_batch=8)")
         self.config = config or EngineConfig()
         if os.environ.get("POLYMODEL", "").strip().lower() == "off":
             self.config = replace(self.config, multi_model=False)
@@ -146,59 +167,88 @@ class Engine:
         TooLarge, PinnedNoRoom and every checkpoint error leave the engine as it was.
         """
         self.lane.check_open()
+        if not isinstance(pin, bool):
+            raise InvalidRequest(f"pin={brief(pin)}, expected True or False")
+        if isinstance(lane_share, bool) or not isinstance(lane_share, int | float) or not 0 < lane_share < math.inf:
+            raise InvalidRequest(f"lane_share={lane_share!r}, expected a finite number above 0")
+        if not isinstance(source, str | Path | Checkpoint):
+            raise InvalidRequest(f"add: {brief(source)} is no model, expected a path, a name or an open checkpoint")
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(resolve(source))
         try:
             with self.lane.exclusive():
                 hosted = self.residency.sized(name, checkpoint, weights, ttl)
-                self.lane.scheduler.set_weight(name, lane_share)
-            self._bring_in(hosted, pin, progress)
+                hosted.owns_checkpoint = checkpoint is not source
+            self._bring_in(hosted, pin, lane_share, progress)
         except BaseException:
-            if name not in self:
-                self.lane.scheduler.forget(name)
             if checkpoint is not source:
                 checkpoint.close()
             raise
         return self[name]
 
-    def _bring_in(self, hosted: Hosted, pin: bool, progress: Progress | None) -> None:
+    def _bring_in(self, hosted: Hosted, pin: bool, lane_share: float, progress: Progress | None) -> None:
         """The lane goes on while the newcomer is read."""
         self.residency.compare(hosted)
-        with self.lane.exclusive():
-            self.lane.check_open()
-            load = self.residency.begin(hosted, pin, progress)
         try:
-            load.join()
+            with self._settled():
+                self.lane.check_open()
+                load = self.residency.begin(hosted, pin)
+            load.join(progress)
+            with self.lane.exclusive():
+                self.lane.check_open()
+                self.residency.finish(load)
+                self.lane.scheduler.set_weight(hosted.name, lane_share)
         except BaseException as error:
             with self.lane.exclusive():
-                self.residency.abort(load, error)
+                self.residency.abort(hosted, error)
             raise
-        with self.lane.exclusive():
-            self.residency.finish(load)
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """The lane to oneself, and no model on its way in: what would wait for it does so while the lane goes on."""
+        while True:
+            self.residency.join()
+            with self.lane.exclusive():
+                if not self.residency.is_loading:
+                    yield
+                    return
 
     def __getitem__(self, name: str) -> ModelHandle:
-        hosted = self.residency[name]
+        hosted = self.residency[_name(name)]
         return ModelHandle(hosted, self.lane.prefill.policy(hosted))
 
     def __contains__(self, name: str) -> bool:
-        return name in self.residency.hosted
+        return _name(name) in self.residency.hosted
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of the models."""
+        return iter(self.residency.hosted)
+
+    def __len__(self) -> int:
+        return len(self.residency.hosted)
+
+    def __bool__(self) -> bool:
+        """An engine without models is one too."""
+        return True
 
     def pin(self, name: str) -> None:
-        with self.lane.exclusive():
-            self.residency.set_pinned(name, True)
+        """Keep a model on the device, loading it if it is not there, until `unpin`."""
+        with self._settled():
+            self.residency.set_pinned(_name(name), True)
 
     def unpin(self, name: str) -> None:
+        """Let a model make room for others again; it stays while there is room."""
         with self.lane.exclusive():
-            self.residency.set_pinned(name, False)
+            self.residency.set_pinned(_name(name), False)
 
     def unload(self, name: str) -> None:
         """Give a model's memory back; it loads again when it is asked for."""
-        with self.lane.exclusive():
-            self.residency.unload(name)
+        with self._settled():
+            self.residency.unload(_name(name))
 
     def remove(self, name: str) -> None:
         """Forget a model; its running requests are cancelled, its sessions' later verbs raise Forgotten."""
-        with self.lane.exclusive():
-            self.residency.unload(name)  # or it is refused before anything is ended
+        with self._settled():
+            self.residency.unload(_name(name))  # or it is refused before anything is ended
             self.lane.remove(name)
             self.residency.remove(name)
 
@@ -210,13 +260,16 @@ class Engine:
     @budget.setter
     def budget(self, size: int | str) -> None:
         """Shrinking gives up the coldest models; PinnedNoRoom changes nothing."""
-        with self.lane.exclusive():
+        if size is None:
+            raise InvalidRequest("budget=None, expected a number of bytes or a string such as '2GiB'")
+        with self._settled():
             self.residency.resize(_bytes("budget", size, 0))
 
     # ---- requests
 
-    def generate(self, model: str, prompt: str | None = None, **options: Any) -> Output:
+    def generate(self, model: str, prompt: str | None = None, **options: Unpack[Options]) -> Output:
         """Run one request to its end. Options as in `submit`."""
+        _check_options("generate", options)
         request = self.submit(model, prompt, **options)
         try:
             self.wait(request)
@@ -225,17 +278,19 @@ class Engine:
             raise
         return self.output(request)
 
-    def stream(self, model: str, prompt: str | None = None, **options: Any) -> Iterator[str]:
+    def stream(self, model: str, prompt: str | None = None, **options: Unpack[Options]) -> Iterator[str]:
         """Pieces of text as they come; concatenated they are generate's text. Closing it cancels the request.
 
-        The lane does not wait for whoever reads: pieces that were not read yet are kept.
+        The lane does not wait for whoever reads: pieces that were not read yet are kept. Options as in `submit`.
         """
+        _check_options("stream", options)
         pieces = self._pieces(self.submit(model, prompt, **options))
         next(pieces)  # begun, so that closing it reaches the request even before the first piece
         return pieces
 
-    async def agenerate(self, model: str, prompt: str | None = None, **options: Any) -> Output:
+    async def agenerate(self, model: str, prompt: str | None = None, **options: Unpack[Options]) -> Output:
         """`generate` for asyncio; cancelling the task cancels the request."""
+        _check_options("agenerate", options)
         request = self.submit(model, prompt, **options)
         try:
             await self._until(request, lambda: request.is_over)
@@ -245,10 +300,11 @@ class Engine:
             raise request.error
         return self.output(request)
 
-    async def astream(self, model: str, prompt: str | None = None, **options: Any) -> AsyncIterator[str]:
+    async def astream(self, model: str, prompt: str | None = None, **options: Unpack[Options]) -> AsyncIterator[str]:
         """`stream` for asyncio."""
+        _check_options("astream", options)
         request = self.submit(model, prompt, **options)
-        pieces = _Pieces(self.residency[model].tokenizer, request)
+        pieces = _Pieces(request)
         try:
             while not pieces.is_over:
                 await self._until(request, pieces.is_ready)
@@ -281,6 +337,7 @@ class Engine:
         model's chat template).
 
         Args:
+            temperature, seed: not supported yet; decoding is greedy.
             draft: another hosted model of the same vocabulary, None, or "auto", which does not draft in this version.
             domain: whose request it is; nothing cached passes from one domain to another. A front sets it from its
                 caller's credentials.
@@ -292,23 +349,29 @@ class Engine:
                 ends this request and no other.
         """
         self.lane.check_open()
-        hosted = self.residency[model]
+        hosted = self.residency[_name(model)]
         tokenizer = hosted.tokenizer  # a checkpoint without one is refused before any work
         if temperature != 0.0:
-            raise InvalidRequest(f"temperature={temperature}: this version decodes greedily, expected 0.0")
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise InvalidRequest(f"max_new_tokens={max_new_tokens!r}, expected a number of at least 1")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequest(f"priority={priority!r}, expected an integer")
-        if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float)):
-            raise InvalidRequest(f"deadline={deadline!r}, expected seconds from now, or None")
+            raise InvalidRequest(
+                f"temperature={brief(temperature)} is not supported yet: this version decodes greedily, expected 0.0"
+            )
+        if not _is_number(max_new_tokens, int) or max_new_tokens < 1:
+            raise InvalidRequest(f"max_new_tokens={brief(max_new_tokens)}, expected a number of at least 1")
+        for name, number in (("priority", priority), ("seed", seed)):
+            if not _is_number(number, int):
+                raise InvalidRequest(f"{name}={brief(number)}, expected an integer")
+        if deadline is not None and (not _is_number(deadline, int | float) or math.isnan(deadline)):
+            raise InvalidRequest(f"deadline={brief(deadline)}, expected seconds from now, or None")
+        if draft is not None:
+            _name(draft, "draft", ", None or 'auto'")
         for name, hook in (("logits_processor", logits_processor), ("on_token", on_token)):
             if hook is not None and not callable(hook):
-                raise InvalidRequest(f"{name}={hook!r}, expected something to call, or None")
+                raise InvalidRequest(f"{name}={brief(hook)}, expected something to call, or None")
         ids = check_ids(_prompt_ids(hosted, prompt, prompt_ids, messages), hosted.config, 0, max_new_tokens)
         drafter = pick_drafter(draft, model, self.residency, self.config.multi_model)
         request = Request(
             model=model,
+            hosted=hosted,
             domain=check_domain(domain),
             tokens=ids,
             max_new_tokens=max_new_tokens,
@@ -332,16 +395,16 @@ class Engine:
 
     def wait(self, request: Request) -> None:
         """Wait until this request is over; raise what it failed with."""
-        self.lane.wait(request)
+        self.lane.wait(_request("wait", request))
         if request.error is not None:
             raise request.error
 
     def cancel(self, request: Request) -> None:
         """End a request at the lane's next step; what is over stays what it was."""
-        self.lane.cancel(request)
+        self.lane.cancel(_request("cancel", request))
 
     def _pieces(self, request: Request) -> Iterator[str]:
-        pieces = _Pieces(self.residency[request.model].tokenizer, request)
+        pieces = _Pieces(request)
         try:
             yield ""
             while not pieces.is_over:
@@ -364,9 +427,9 @@ class Engine:
 
     def output(self, request: Request) -> Output:
         """The result of a request that is over."""
-        if not request.is_over:
+        if not _request("output", request).is_over:
             raise InvalidRequest("output: the request is still running; wait for it first")
-        hosted = self.residency[request.model]
+        hosted = request.hosted or self.residency[request.model]
         return Output(
             model=request.model,
             prompt_ids=request.tokens[: request.num_prompt],
@@ -374,19 +437,19 @@ class Engine:
             text=_text(hosted.tokenizer, _shown(request)),
             finish_reason=request.finish_reason,
             metrics=_metrics(request),
-            receipt=self.receipt(request.model),
+            receipt=self.lane.prefill.facts(hosted),
         )
 
     def receipt(self, model: str) -> dict[str, str]:
         """The facts that decide bits, and their digest."""
-        return self.lane.prefill.facts(model)
+        return self.lane.prefill.facts(self.residency[_name(model)])
 
     def batch(self, model: str, size: int, *, domain: str = DEFAULT_DOMAIN) -> Batch:
         """`size` empty sequences in the caller's hands that prefill and decode together."""
         count = check_size(size)
         with self.lane.exclusive():
             self.lane.check_open()
-            self.residency[model]
+            self.residency[_name(model)]
             return Batch([Session(self.lane, model, check_domain(domain)) for _ in range(count)])
 
     def session(self, model: str, *, prefix: Session | None = None, domain: str | None = None) -> Session:
@@ -397,9 +460,9 @@ class Engine:
         NotShareable where they share no layer or the domains differ, Contaminated where the prefix is.
         """
         if prefix is not None and not isinstance(prefix, Session):
-            raise InvalidRequest(f"prefix={prefix!r}, expected a session or None")
+            raise InvalidRequest(f"prefix={brief(prefix)}, expected a session or None")
         self.lane.check_open()
-        self.residency[model]
+        self.residency[_name(model)]
         if prefix is not None:
             return self._session_from(model, prefix, prefix.domain if domain is None else check_domain(domain))
         with self.lane.exclusive():
@@ -509,7 +572,7 @@ class Engine:
     ) -> list[int]:
         """The tokens of a prefix; is_asked: with the header of the answer, as the request itself will have it."""
         self.lane.check_open()
-        hosted = self.residency[model]
+        hosted = self.residency[_name(model)]
         return check_ids(_prompt_ids(hosted, prompt, prompt_ids, messages, is_asked), hosted.config, 0)
 
     def _forget_public(self, model: str, ids: list[int]) -> int:
@@ -573,19 +636,25 @@ class Engine:
     ) -> Plan:
         """What serving this trace of model names would cost in misses and stall, simulated, and nothing is loaded.
 
-        budget: of weights, by default the engine's. hardware: what the seconds are computed from.
+        It begins with what is in memory now. budget: of weights, by default the engine's. hardware: what the seconds
+        are computed from, by default a GPU's.
         """
+        if not isinstance(hardware, Hardware):
+            raise InvalidRequest(f"hardware={brief(hardware)}, expected a polymodel.sim.Hardware")
         with self.lane.exclusive():
-            sizes = self.residency.plan_pieces()
-            pinned = [name for name in self.residency.pool.names() if self.residency.pool[name].pinned]
+            sizes, pool = self.residency.plan_pieces(), self.residency.pool
+            there = sorted((name for name in sizes if name in pool), key=lambda name: pool[name].stamp)
+        pinned = [name for name in there if pool[name].pinned]
+        warm = [name for name in there if name not in pinned]
         budget = _bytes("budget", budget, self.budget)
         policy, host = self.config.pool_policy, self.residency.host_budget
-        return plan(sizes, trace, budget, policy=policy, pinned=pinned, hardware=hardware, host_budget=host)
+        return plan(sizes, trace, budget, policy=policy, pinned=pinned, warm=warm, hardware=hardware, host_budget=host)
 
     def close(self) -> None:
-        """Fail what is running, give all memory back."""
+        """Fail what is running and give the weights' memory back; the KV pages' goes with the engine."""
         self.lane.close()
         with self.lane.exclusive():
+            self.prefixes.clear()
             for name in list(self.residency.hosted):
                 self.residency.remove(name)
 
@@ -606,32 +675,44 @@ class ModelHandle:
     policy: str  # digest of POLICY and what computes
     domain: str = DEFAULT_DOMAIN
 
+    def __repr__(self) -> str:
+        where = "on the device" if self.hosted.model is not None else "not on the device"
+        size = f"{self.config.num_layers} layers, {format_bytes(self.nbytes)}"
+        return f"<model {self.name!r}: {self.config.arch}, {size}, {where}>"
+
     @property
     def kv_dtype(self) -> str:
+        """What its keys and values are stored as."""
         return str(self.hosted.layout.dtype).removeprefix("torch.")
 
     @property
     def name(self) -> str:
+        """What the engine's verbs call it."""
         return self.hosted.name
 
     @property
     def config(self) -> ModelConfig:
+        """Architecture and sizes, by the checkpoint."""
         return self.hosted.config
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """Text <-> ids; UnsupportedModel or CorruptCheckpoint where the checkpoint has none that can be read."""
         return self.hosted.tokenizer
 
     @property
     def nbytes(self) -> int:
+        """Of its weights on the device, with those that it shares."""
         return self.hosted.plan.nbytes
 
     @property
     def vocab_digest(self) -> str:
+        """Equal for two models whose tokens are the same."""
         return self.hosted.vocab_digest
 
     @property
     def band_digests(self) -> tuple[str, ...]:
+        """Digest of the embedding, then with each layer more."""
         return self.hosted.band_digests
 
 
@@ -661,13 +742,39 @@ class Table:
         )
 
 
+def _name(model: str, what: str = "model", otherwise: str = "") -> str:
+    """The argument of a verb, if it is a name."""
+    if isinstance(model, str):
+        return model
+    hint = f"; use {model.name!r}" if isinstance(model, ModelHandle) else ""
+    got = f"got a {type(model).__name__}{hint}" if hint else f"got {brief(model)}"
+    raise InvalidRequest(f"{what}: expected a model's name{otherwise}, {got}")
+
+
+def _request(verb: str, request: Request) -> Request:
+    if not isinstance(request, Request):
+        raise InvalidRequest(f"{verb}: expected a request, as `submit` gives, got {brief(request)}")
+    return request
+
+
+def _check_options(verb: str, options: Options) -> None:
+    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
+        raise TypeError(
+            f"{verb}() got an unexpected option {unknown[0]!r}; there are {', '.join(Options.__annotations__)}"
+        )
+
+
+def _is_number(value: object, kind: type | UnionType) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def _device(name: str) -> torch.device:
     try:
-        device = torch.device("cpu" if name == "auto" else name)
+        device = torch.device("cpu" if name == "auto" else name) if isinstance(name, str) else None
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise InvalidRequest(f"device={name!r}, expected 'cpu', 'cuda', 'cuda:N' or 'auto'")
+        raise InvalidRequest(f"device={brief(name)}, expected 'cpu', 'cuda', 'cuda:N' or 'auto'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InvalidRequest(f"device={name!r}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs")
     return device
@@ -681,6 +788,8 @@ def _physical_bytes() -> int:
 def _bytes(name: str, size: int | str | None, default: int) -> int:
     if size is None:
         return default
+    if not isinstance(size, str) and not _is_number(size, int):
+        raise InvalidRequest(f"{name}={brief(size)}, expected a number of bytes or a string such as '2GiB'")
     try:
         return parse_bytes(size)
     except ValueError as error:
@@ -690,7 +799,7 @@ def _bytes(name: str, size: int | str | None, default: int) -> int:
 def check_domain(domain: str) -> str:
     if not isinstance(domain, str) or not domain or domain == PUBLIC_DOMAIN:
         raise InvalidRequest(
-            f"domain={domain!r}, expected a name; {PUBLIC_DOMAIN!r} is what share_prefix opened to all"
+            f"domain={brief(domain)}, expected a name; {PUBLIC_DOMAIN!r} is what share_prefix opened to all"
         )
     return domain
 
@@ -713,18 +822,30 @@ def _prompt_ids(
     if prompt_ids is not None:
         return prompt_ids
     if messages is not None:
+        if not _are_messages(messages):
+            raise InvalidRequest(f'messages={brief(messages)}, expected a list of {{"role": ..., "content": ...}}')
         return hosted.tokenizer.apply_chat_template(messages, add_generation_prompt=is_asked)
     if not isinstance(prompt, str):
-        raise InvalidRequest(f"the prompt is {prompt!r}, expected text; token ids are given as prompt_ids")
+        raise InvalidRequest(f"the prompt is {brief(prompt)}, expected text; token ids are given as prompt_ids")
     return hosted.tokenizer.encode(prompt)
+
+
+def _are_messages(messages: Sequence[Mapping[str, str]]) -> bool:
+    """By their shape; the tokenizer looks at what is in them."""
+    return (
+        not isinstance(messages, str | bytes)
+        and isinstance(messages, Sequence)
+        and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages)
+    )
 
 
 class _Pieces:
     """The text of a request as it comes, for one reader."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+    def __init__(self, request: Request) -> None:
+        assert request.hosted is not None
         self._request = request
-        self._text = tokenizer.decode_stream(continues=True)
+        self._text = request.hosted.tokenizer.decode_stream(continues=True)
         self._num_taken = 0
         self.is_over = False
 
@@ -769,8 +890,8 @@ def _metrics(request: Request) -> Metrics:
         decode_seconds=seconds,
         tokens_per_second=(count - 1) / seconds if count > 1 and seconds else 0.0,
         num_prompt_tokens=request.num_prompt,
-        num_cached_tokens=request.num_cached,
-        num_resumed_tokens=request.num_resumed,
+        num_cached_tokens=min(request.num_cached, request.num_prompt),  # one that was preempted may do so again
+        num_resumed_tokens=min(request.num_resumed, request.num_prompt),
         num_prefill_token_layers=request.num_token_layers,
         num_output_tokens=count,
         num_preemptions=request.num_preempted,

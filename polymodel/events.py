@@ -82,7 +82,10 @@ class Events:
 
 
 def max_concurrent(events: Iterable[Event]) -> int:
-    """The largest number of these events' intervals that overlap at one moment; touching ends do not."""
+    """The largest number of these events' intervals that overlap at one moment.
+
+    Ends that touch do not overlap, so an interval of no length overlaps nothing, and does not count.
+    """
     edges = sorted(edge for e in events for edge in ((e.start, 1), (e.stop, -1)))  # at one moment, ends come first
     most = now = 0
     for _, step in edges:

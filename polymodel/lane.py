@@ -7,6 +7,7 @@ thread and join or leave between two of its steps. `exclusive` holds it still, a
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from polymodel.config import DEFAULT_DOMAIN, PAGE_TOKENS, EngineConfig
 from polymodel.control import draft_length
 from polymodel.draft import draft_chain, settle
 from polymodel.errors import (
+    CorruptSession,
     DeadlineExceeded,
     EngineClosed,
     InvalidRequest,
@@ -43,9 +45,13 @@ from polymodel.residency import Residency
 from polymodel.sample import greedy
 from polymodel.schedule import Scheduler
 from polymodel.schedule import Work as ModelWork
-from polymodel.sequence import Context, Feed, PagesSink, Sequence, State, Work
+from polymodel.sequence import Context, Feed, PagesSink, Sequence, State, Work, fail_by_hook
+
+T = TypeVar("T")
 
 LINGER = 2.0  # seconds that the thread stays without work
+PATIENCE = 1.0  # seconds that it waits for who wants the lane
+GLANCE = 50e-6  # seconds between two looks whether he has it
 
 
 class Holder(Protocol):
@@ -70,16 +76,17 @@ class Lane:
         self.events = events
         self.scheduler = Scheduler(config.lane_policy, max_wait=config.max_wait)
         self.prefill = Prefill(config, residency, arena, events)
-        self.live: list[Work] = []  # appended to from any thread, under _wake
+        self.live: list[Work] = []  # appended to from any thread, under _wake_lock
         self.sessions: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.session_numbers = count()
         self.orphans: deque[tuple[Context, str]] = deque()  # of sessions that nobody closed, and their ledger's names
         self.is_closed = False
         self._lock = threading.RLock()  # held for a turn, and by who wants none
-        self._wake = threading.Condition()  # there is work, or the thread is to end
-        self._door = threading.Condition()  # guests wait for the lock
-        self._num_guests = 0
-        self._num_admitted = 0  # guests that were let in, ever
+        # locks are entered as such: an interrupt cannot come between a condition's own Python and its lock
+        self._wake_lock = threading.RLock()
+        self._wake = threading.Condition(self._wake_lock)  # there is work, or the thread is to end
+        self._guests: set[object] = set()  # who waits for the lock
+        self._process = os.getpid()
         self._is_in_step = False
         self._ended: deque[tuple[Work, BaseException | None]] = deque()  # from outside; None: a cancelled request
         self._numbers = count()
@@ -107,15 +114,20 @@ class Lane:
     # ---- whoever calls
 
     def check_open(self) -> None:
+        self._check_process()
         if self._death is not None:
             raise EngineClosed(f"the lane died of {self._death!r}") from self._death
         if self.is_closed:
             raise EngineClosed("the engine is closed")
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise EngineClosed(f"the engine belongs to process {self._process}; a fork of it makes one of its own")
+
     def submit(self, sequence: Sequence) -> None:
         """Queue a request; it joins between two steps."""
         sequence.on_done = self._retire
-        with self._wake:
+        with self._wake_lock:
             self.check_open()
             count = sum(not work.is_over for work in self.live)
             if count >= self.config.max_queue:
@@ -129,7 +141,7 @@ class Lane:
         self._num_threads = torch.get_num_threads()
 
     def _start_thread(self) -> None:
-        """Where there is none; it begins once _wake is let go."""
+        """Where there is none; it begins once _wake_lock is let go."""
         if not self._is_held and self._thread is None and not self.is_closed:
             thread = threading.Thread(target=self._run, name="polymodel lane", daemon=True)
             thread.start()
@@ -139,7 +151,7 @@ class Lane:
 
     def enter(self, feeds: Seq[Feed]) -> None:
         """Hand tokens in."""
-        with self._wake:
+        with self._wake_lock:
             self.check_open()
             for feed in feeds:
                 self._enter(feed)
@@ -169,7 +181,8 @@ class Lane:
         if self._is_in_step:
             raise InvalidRequest("a hook or a sink waits for the lane that runs it; hand the work in without waiting")
         while not done():
-            self.turn()
+            if not self.turn() and not done():
+                raise InvalidRequest("what is waited for is not this engine's work, which is all done")
 
     def cancel(self, sequence: Sequence) -> None:
         """End a request between two steps."""
@@ -193,37 +206,34 @@ class Lane:
         if self._is_held:
             yield
             return
-        with self._door:
-            self._num_guests += 1
+        self._check_process()
+        guest = object()
+        self._guests.add(guest)
         try:
-            try:
-                self._lock.acquire()
-            finally:
-                with self._door:
-                    self._num_guests -= 1
-                    self._num_admitted += 1
-                    self._door.notify_all()
-            self._clear_up()
-            yield
-            self._unblock()
-        finally:
-            if self._is_held:  # not if the wait was interrupted
+            with self._lock:
+                self._guests.discard(guest)
                 try:
-                    self._note_demotion()
+                    self._clear_up()
+                    yield
+                    self._unblock()
                 finally:
-                    self._lock.release()
+                    self._note_demotion()
+        finally:
+            self._guests.discard(guest)
             if self.live or self._demote_at is not None:
-                with self._wake:
+                with self._wake_lock:
                     self._start_thread()
 
     def close(self) -> None:
         """Fail what is still running; nothing can be handed in afterwards."""
+        if self._is_held and self._is_in_step:
+            raise InvalidRequest("close: called by a hook of the lane that runs it")
         self._stop()
         with self.exclusive():
             self._fail_all(EngineClosed("the engine was closed"))
 
     def _stop(self) -> None:
-        with self._wake:
+        with self._wake_lock:
             self.is_closed = True
             self._wake.notify_all()
             thread = self._thread
@@ -293,14 +303,16 @@ class Lane:
 
     def _let_in(self) -> None:
         """Guests that wait come before the next turn; those who come meanwhile come after it."""
-        with self._door:
-            due = self._num_admitted + self._num_guests
-            self._door.wait_for(lambda: self._num_admitted >= due, timeout=1.0)
+        waiting, until = set(self._guests), time.monotonic() + PATIENCE
+        while waiting & self._guests:
+            if time.monotonic() > until:  # its thread does not run, or was interrupted on its way out
+                self._guests -= waiting
+            time.sleep(GLANCE)
 
     def _has_work(self) -> bool:
         """Wait for some; False when the thread has ended, for want of it or because the lane is closed."""
         until = time.monotonic() + LINGER
-        with self._wake:
+        with self._wake_lock:
             while not self.is_closed:
                 due, now = self._demote_at, time.monotonic()
                 if self.live or (due is not None and due <= now):
@@ -314,12 +326,13 @@ class Lane:
 
     def _note_demotion(self) -> None:
         """Idle models leave the device in time, and the thread stays for those whose time comes."""
-        left = None if self.is_closed else self.residency.demote_idle()
-        self._demote_at = None if left is None else time.monotonic() + left
+        keep = {work.context.model for work in self.live}
+        left = None if self.is_closed else self.residency.demote_idle(keep=keep)
+        self._demote_at = None if left is None else time.monotonic() + min(left, threading.TIMEOUT_MAX / 2)
 
     def _die(self, error: BaseException) -> None:
         """Nobody waits for a lane that is no more."""
-        with self._wake:
+        with self._wake_lock:
             self._death, self.is_closed, self._thread = error, True, None
             atexit.unregister(self._stop)
         failure = EngineClosed(f"the lane died of {error!r}")
@@ -363,7 +376,7 @@ class Lane:
         by_model: dict[str, list[Work]] = {}
         for work in works:
             by_model.setdefault(work.context.model, []).append(work)
-        return [
+        found = [
             ModelWork(
                 model=name,
                 since=min(work.since for work in mine),
@@ -374,6 +387,9 @@ class Lane:
             )
             for name, mine in by_model.items()
         ]
+        if self.residency.is_loading:  # who has to be paged in would hold the lane until that is done
+            return [work for work in found if not work.page_in_bytes] or found
+        return found
 
     def _take_turn(self, name: str, works: list[ModelWork]) -> None:
         mine = self._mine(name)
@@ -396,7 +412,7 @@ class Lane:
                     if not (filled or ready or step):
                         for work in self._mine(name):
                             work.blocked_by = "prefill"
-                    if not (filled or ready) or self._num_guests or self.is_closed:
+                    if not (filled or ready) or self._guests or self.is_closed:
                         break
         except Exception as error:  # the turn's requests carry it to their owners
             for work in self._mine(name):
@@ -410,7 +426,11 @@ class Lane:
         return sorted(mine, key=lambda w: w.rank)
 
     def _ready(self, name: str) -> list[Work]:
-        return [w for w in self._mine(name) if w.state is State.READY][: self.config.max_batch]
+        """Those who decode next: where they are too many for a batch, who was served longest ago."""
+        ready, most = [w for w in self._mine(name) if w.state is State.READY], self.config.max_batch
+        if len(ready) > most:
+            ready = sorted(sorted(ready, key=lambda w: (-w.priority, w.served))[:most], key=lambda w: w.rank)
+        return ready
 
     def _prefetch(self, works: list[ModelWork]) -> None:
         """Start to load the model whose turn comes next."""
@@ -442,7 +462,7 @@ class Lane:
 
     def _drop_finished(self) -> None:
         if any(work.is_over for work in self.live):
-            with self._wake:
+            with self._wake_lock:
                 self.live = [work for work in self.live if not work.is_over]
             self._unblock()
 
@@ -559,11 +579,11 @@ class Lane:
             for work, draft in zip(works, drafts, strict=True):
                 if isinstance(work, Sequence) and work.logits_processor is not None:
                     try:
-                        for i in range(1 + len(draft)):
-                            row = logits[start + i]
-                            logits[start + i] = work.logits_processor(work.tokens + draft[:i], row)
-                    except Exception as error:
-                        work.fail(error)
+                        for i in range(start, start + 1 + len(draft)):
+                            so_far = work.tokens + draft[: i - start]
+                            logits[i] = _checked(work.logits_processor(so_far, logits[i]), logits[i])
+                    except BaseException as error:
+                        fail_by_hook(work, error)
                 start += 1 + len(draft)
         return greedy(logits) if requests else []
 
@@ -652,9 +672,19 @@ class Lane:
             self.arena.grow(self.residency.lend(short, keep))
 
     def _return_weights(self, num_bytes: int) -> int:
-        """The arena gives back what it took over, in whole superblocks; bytes."""
-        size = self.arena.superblock_bytes
-        return self.arena.shrink(-(-num_bytes // size) * size)
+        """The arena gives back what it took over, in whole superblocks; bytes. Cold pages go before idle weights."""
+        arena, size = self.arena, self.arena.superblock_bytes
+        wanted = -(-num_bytes // size) * size
+        returned = arena.shrink(wanted)
+        layouts = {hosted.layout for hosted in self.residency.hosted.values()}
+        for reclaim in (self._give_up_drafts, self._give_up_states, self.prefill.cache.reclaim):
+            for layout in layouts:
+                used = -1
+                while returned < wanted and used != arena.num_pages_used:
+                    used = arena.num_pages_used
+                    reclaim(layout, arena.num_free(layout) + layout.pages_per_superblock)
+                    returned += arena.shrink(wanted - returned)
+        return returned
 
     def _make_room(self, work: Work, full: KVFull) -> None:
         """Preempt the last in line that holds pages and comes after this one; if there is none, this one gives way.
@@ -675,17 +705,32 @@ class Lane:
         else:
             work.fail(full)
 
+    def with_room(self, act: Callable[[], T]) -> T:
+        """Do this on a session's behalf: whoever is last in line makes room for its pages."""
+        while True:
+            try:
+                return act()
+            except KVFull:
+                others = [request for request in self.requests if request.pages.pages]
+                if not others:
+                    raise
+                self._preempt(max(others, key=lambda r: r.rank))
+
     def _preempt(self, sequence: Sequence) -> None:
         """Take a request's pages: to the host while its budget has room, else they are computed again. Same tokens."""
         sequence.num_preempted += 1
+        sequence.pages.rollback(0)  # what is only reserved
         num_bytes = sequence.pages.nbytes
         with self.events.span("preempt", sequence.model, tokens=len(sequence.pages), sequences=1, num_bytes=num_bytes):
             self.prefill.leave(sequence)
             settle(sequence, 0)
             owner = _owner(sequence)
             if self.config.preemption == "swap" and self.residency.reserve_host(owner, num_bytes):
-                sequence.swapped = sequence.pages.swap_out()
-            else:
+                try:
+                    sequence.swapped = sequence.pages.swap_out()
+                except (MemoryError, RuntimeError):  # the host has less memory than its budget says
+                    self.residency.release_host(owner)
+            if sequence.swapped is None:
                 sequence.pages.free()
                 sequence.has_begun = False
             sequence.resume_until = 0  # what a sibling gave beyond the tokens is not kept
@@ -709,6 +754,8 @@ class Lane:
                     work.pages.swap_in(work.swapped)
             except KVFull as error:
                 self._make_room(work, error)
+            except CorruptSession as error:
+                work.fail(error)
             else:
                 work.swapped = None
                 self.residency.release_host(_owner(work))
@@ -716,6 +763,16 @@ class Lane:
                     work.state = State.READY
                 return True
         return False
+
+
+def _checked(processed: object, logits: Tensor) -> Tensor:
+    """What a logits_processor gave."""
+    if not isinstance(processed, Tensor) or processed.shape != logits.shape:
+        found = f"a tensor of {list(processed.shape)}" if isinstance(processed, Tensor) else repr(processed)[:80]
+        raise InvalidRequest(f"logits_processor gave {found}, expected a tensor of {list(logits.shape)}")
+    if bool(processed.isnan().any()):
+        raise InvalidRequest("logits_processor gave a NaN")
+    return processed
 
 
 def _owner(sequence: Sequence) -> str:

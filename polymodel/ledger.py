@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Literal
 
 Class = Literal["weights", "kv", "draft_kv", "band_states", "workspace", "graphs", "host_weights", "host_kv"]
@@ -40,17 +41,24 @@ class Ledger:
 
 def parse_bytes(size: int | str) -> int:
     """A count of bytes, or a string such as "24GiB", "1.5 GB" or "4096"."""
-    if isinstance(size, int):
+    with suppress(KeyError, ValueError, OverflowError):
+        if (num_bytes := _num_bytes(size)) >= 0:
+            return num_bytes
+    raise ValueError(
+        f"{size!r} is not a size; expected a whole number of bytes from 0 on, "
+        f"or text with such a number and one of {', '.join(filter(None, _UNITS))}"
+    )
+
+
+def _num_bytes(size: object) -> int:
+    if isinstance(size, int) and not isinstance(size, bool):
         return size
+    if not isinstance(size, str):
+        raise ValueError
     text = size.strip()
     digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = text[len(digits) :].strip().upper()
-    try:
-        return int(float(digits) * _UNITS[unit])
-    except (KeyError, ValueError, OverflowError):
-        raise ValueError(
-            f"{size!r} is not a size; expected a number with one of {', '.join(filter(None, _UNITS))}"
-        ) from None
+    return int(float(digits) * _UNITS[unit])
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -51,7 +51,9 @@ class Pool:
     """Which idle models make room for a newcomer; pinned and leased ones never do. 0 <= used <= budget.
 
     "lru": the least recently used goes first, ties by name. "lru+backout": then those stay after all who still fit, the
-    hottest first. "gdsf": the least valuable byte goes first (Cherkasova 1998, greedy dual size frequency).
+    hottest first. "gdsf": the least valuable byte goes first (Cherkasova 1998, greedy dual size frequency). Its
+    value is the uses so far, those before the model left too, times the seconds that a byte takes to reload, plus the
+    value of the last one given up.
     A model is its pieces, or one of its own where only its bytes are given. Pieces of several models count once.
     One thread at a time: the caller holds the lock.
     """
@@ -195,7 +197,7 @@ class Pool:
         if self.policy == "gdsf":
             num_bytes = resident.num_bytes
             cost_per_byte = self._reload_seconds(num_bytes) / max(num_bytes, 1)
-            resident.value = self._floor + (1 + self._uses[name]) * cost_per_byte
+            resident.value = self._floor + self._uses[name] * cost_per_byte
         return True
 
     def lease(self, name: str) -> None:

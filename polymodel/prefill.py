@@ -97,9 +97,8 @@ class Prefill:
         band = key.band if self.config.multi_model else f"{key.band} of {name}"
         return replace(key, band=band, domain=domain)
 
-    def facts(self, name: str) -> dict[str, str]:
+    def facts(self, hosted: Hosted) -> dict[str, str]:
         """What decides a model's bits, and the digest of it and POLICY."""
-        hosted = self.residency[name]
         schemes = sorted({matrix.scheme for matrix in hosted.plan.matrices.values()})
         facts = backend_facts(self.residency.device, hosted.layout.dtype)
         facts |= {"schemes": ",".join(schemes + hosted.notes), "weights": hosted.plan.weights}

@@ -6,8 +6,9 @@ import gc
 import hashlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,7 @@ from polymodel.errors import (
     PinnedNoRoom,
     TooLarge,
     UnknownModel,
+    UnsupportedModel,
 )
 from polymodel.events import Events, Kind
 from polymodel.kv import Arena
@@ -47,6 +49,7 @@ SAMPLED = 4  # tensors of a load, or pieces that leave the device, that "sampled
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
+LOOK_AGAIN = 0.05  # seconds
 Progress = Callable[[int, int], None]  # done, of
 Tier = Literal["device", "host", "disk"]
 
@@ -267,12 +270,19 @@ class Hosted:
     ttl: float | None = None  # seconds idle before it leaves the device; None: as the residency says
     model: Model | None = None  # while it is on the device
     idle_since: float = 0.0
+    is_adding: bool = False  # nobody sees it yet
+    owns_checkpoint: bool = True  # which is closed with it
     notes: list[str] = field(default_factory=list)  # matrices that run row by row here
     num_loads: int = 0
     partners: dict[str, int] = field(default_factory=dict)  # other hosted model -> lower layers in common, at least one
     boundaries: tuple[int, ...] = ()  # layers whose input a partner goes on from
     keys: dict[str, Hashable] = field(default_factory=dict)  # of its pieces in memory; as they were when it was loaded
     _keys: dict[int, dict[str, Hashable]] = field(default_factory=dict, init=False)
+
+    def __repr__(self) -> str:
+        return (
+            f"<hosted {self.name!r}: {self.config.arch}, {self.config.num_layers} layers, {self.plan.nbytes:,} bytes>"
+        )
 
     @property
     def config(self) -> ModelConfig:
@@ -345,16 +355,22 @@ class _Load:
         self.seconds = 0.0
         self.thread: threading.Thread | None = None
         self.is_cancelled = False
-        self.partners: dict[str, int] = {}  # of a newcomer
+        self.done: deque[tuple[int, int]] = deque()  # parts, of how many; not yet shown
 
     @property
     def is_flying(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
 
-    def join(self) -> None:
-        """Until all is read and packed, or has failed."""
-        if self.thread is not None:
-            self.thread.join()
+    def join(self, progress: Progress | None = None) -> None:
+        """Until all is read and packed, or has failed; progress is called by who waits."""
+        thread = self.thread
+        while thread is not None:
+            is_last = not thread.is_alive()  # before looking: nothing comes after it
+            while progress is not None and self.done:
+                progress(*self.done.popleft())
+            if is_last:
+                break
+            thread.join(None if progress is None else LOOK_AGAIN)
 
     @property
     def num_bytes(self) -> int:
@@ -401,7 +417,7 @@ class Residency:
         self.events = events
         self.share = share
         self.ttl, self.host_ttl, self.weight_check = ttl, host_ttl, weight_check
-        self.hosted: dict[str, Hosted] = {}
+        self._models: dict[str, Hosted] = {}  # by name, those that are being added too
         self.lent = 0  # bytes of the budget that KV pages have taken over
         self.reclaim_lent: Callable[[int], int] | None = None  # asks the pages for bytes; how many they give back
         self.on_swap: Callable[[float], None] | None = None  # told the seconds that it took to bring a model back
@@ -415,9 +431,15 @@ class Residency:
         self._probed: dict[tuple[object, ...], str] = {}
 
     def __getitem__(self, name: str) -> Hosted:
-        if name not in self.hosted:
+        hosted = self._models.get(name)
+        if hosted is None or hosted.is_adding:
             raise UnknownModel(f"no model named {name!r}; there are {', '.join(self.hosted) or 'none'}")
-        return self.hosted[name]
+        return hosted
+
+    @property
+    def hosted(self) -> dict[str, Hosted]:
+        """By name, those that were added."""
+        return {name: hosted for name, hosted in self._models.items() if not hosted.is_adding}
 
     # ---- models
 
@@ -436,20 +458,24 @@ class Residency:
         ttl: of this model, instead of the residency's; math.inf: it stays.
         """
         hosted = self.sized(name, checkpoint, weights, ttl)
-        load = self.begin(hosted, pinned, progress)
+        load = self.begin(hosted, pinned)
         try:
-            load.join()
+            load.join(progress)
         except BaseException as error:
-            self.abort(load, error)
+            self.abort(hosted, error)
             raise
         return self.finish(load)
 
     def sized(self, name: str, checkpoint: Checkpoint, weights: Weights, ttl: float | None = None) -> Hosted:
         """A model that may be added, its bytes exact. Nothing has been read but headers, and nothing is changed."""
+        if not isinstance(name, str) or not name.isprintable():
+            raise InvalidRequest(f"a model's name must be text in one line, got {name!r}")
         if not name:
             raise EmptyId("a model needs a name, got ''")
-        if name in self.hosted:
-            raise DuplicateId(f"a model named {name!r} is already there ({self.hosted[name].checkpoint.path})")
+        if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl >= 0):
+            raise InvalidRequest(f"ttl={ttl!r}, expected seconds from 0 on, or None")
+        if name in self._models:
+            raise DuplicateId(f"a model named {name!r} is already there ({self._models[name].checkpoint.path})")
         config = checkpoint.config
         dtype = compute_dtype(weights, self.device)
         layout = self.arena.layout(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
@@ -463,22 +489,23 @@ class Residency:
     def compare(self, hosted: Hosted) -> None:
         """Read the file once for the digests that `begin` compares; changes nothing here, so any thread may do it."""
         hosted.piece_keys()
+        with suppress(CorruptCheckpoint, UnsupportedModel):  # without one, token ids alone are taken
+            hosted.vocab_digest  # noqa: B018  # cached
         if self.share:
             hosted.band_digests  # noqa: B018  # cached
 
-    def begin(self, hosted: Hosted, pinned: bool = False, progress: Progress | None = None) -> _Load:
-        """Make room for a newcomer and start to load it. Its `join` may be waited for while others run."""
-        if hosted.name in self.hosted:
+    def begin(self, hosted: Hosted, pinned: bool = False) -> _Load:
+        """Make room for a newcomer and start to load it; nobody else sees it. `join` it while others run."""
+        if hosted.name in self._models:
             raise DuplicateId(f"a model named {hosted.name!r} was added meanwhile")
         self._land()
-        partners = self._partners_of(hosted) if self.share else {}
-        self.hosted[hosted.name] = hosted
+        self._models[hosted.name] = hosted
+        hosted.is_adding = True
         try:
             load = self._reserve(hosted, pinned)
-            load.partners = partners
-            self._take_off(load, "admit", progress)
+            self._take_off(load, "admit")
         except BaseException:
-            del self.hosted[hosted.name]
+            del self._models[hosted.name]
             raise
         return load
 
@@ -491,27 +518,30 @@ class Residency:
             except BaseException as error:
                 load.error = error
         if load.error is not None:
-            if self.hosted.get(hosted.name) is hosted:
-                del self.hosted[hosted.name]
-            if isinstance(load.error, _Cancelled):
-                raise UnknownModel(f"{hosted.name!r} was removed while it was added")
+            self._models.pop(hosted.name, None)
             raise load.error
-        hosted.partners = load.partners
-        for partner, layers in load.partners.items():
-            if partner in self.hosted:
-                self.hosted[partner].partners[hosted.name] = layers
+        partners = self._partners_of(hosted) if self.share else {}
+        hosted.partners = partners
+        for partner, layers in partners.items():
+            self[partner].partners[hosted.name] = layers
+        hosted.is_adding = False
         self._set_boundaries()
         return hosted
 
-    def abort(self, load: _Load, error: BaseException) -> None:
-        """Whoever added it has been interrupted: no trace of the newcomer."""
-        if self._flight is load:
+    def abort(self, hosted: Hosted, error: BaseException) -> None:
+        """Whoever adds it has failed, or was interrupted: no trace of the newcomer."""
+        load = self._flight
+        if self._models.get(hosted.name) is not hosted:
+            return
+        if load is not None and load.hosted is hosted:
             self._drop(load)
             self._roll_back(load, error)
-        if self.hosted.get(load.hosted.name) is load.hosted:
-            if load.hosted.model is not None:
-                self.unload(load.hosted.name)
-            del self.hosted[load.hosted.name]
+        elif self.pool.evict(hosted.name):
+            self._leave([hosted.name], to_host=False)
+        else:
+            self.host.evict(hosted.name)
+            self._balance()
+        self._forget(hosted.name)
 
     def _partners_of(self, hosted: Hosted) -> dict[str, int]:
         common = {name: common_layers(hosted, other) for name, other in self.hosted.items()}
@@ -579,10 +609,14 @@ class Residency:
 
     def remove(self, name: str) -> None:
         self.unload(name)
-        checkpoint = self.hosted.pop(name).checkpoint
-        if all(hosted.checkpoint is not checkpoint for hosted in self.hosted.values()):
-            checkpoint.close()
-        for hosted in self.hosted.values():
+        gone = self[name]
+        self._forget(name)
+        if gone.owns_checkpoint and all(hosted.checkpoint is not gone.checkpoint for hosted in self._models.values()):
+            gone.checkpoint.close()
+
+    def _forget(self, name: str) -> None:
+        del self._models[name]
+        for hosted in self._models.values():
             hosted.partners.pop(name, None)
         self._set_boundaries()
         for pool in (self.pool, self.host):
@@ -596,20 +630,36 @@ class Residency:
         if hosted.model is not None:
             self.pool[name].pinned = pinned
 
-    def demote_idle(self, now: float | None = None) -> float | None:
+    @property
+    def is_loading(self) -> bool:
+        """Whether a thread brings a model in: who changes what is in memory would have to wait for it."""
+        return self._flight is not None and self._flight.is_flying
+
+    def join(self) -> None:
+        """Wait for that thread; from any thread, while the lane goes on."""
+        if (flight := self._flight) is not None and flight.is_flying:
+            flight.join()
+
+    def demote_idle(self, now: float | None = None, keep: Collection[str] = ()) -> float | None:
         """Models that were idle for longer than their time leave the device, or the host's memory.
 
-        Seconds until the next one could be due; None: nobody waits. Pinned and leased models stay.
+        Seconds until the next one could be due; None: nobody waits. Pinned and leased models stay, and those in
+        `keep`, which are not idle.
         """
         now = self._clock() if now is None else now
-        for hosted in list(self.hosted.values()):
+        for name in keep:
+            if name in self._models:
+                self._models[name].idle_since = now
+        for hosted in list(self._models.values()):
             if (left := self._time_left(hosted, now)) is not None and left <= 0:
+                if self.is_loading:
+                    return LOOK_AGAIN
                 self._land()
                 if self.pool.evict(hosted.name):
                     self._leave([hosted.name], now=now)
                 elif self.host.evict(hosted.name):
                     self._move_out([hosted.name])
-        waits = [self._time_left(hosted, now) for hosted in self.hosted.values()]
+        waits = [self._time_left(hosted, now) for hosted in self._models.values()]
         return min((max(left, 0.0) for left in waits if left is not None), default=None)
 
     def _time_left(self, hosted: Hosted, now: float) -> float | None:
@@ -638,9 +688,9 @@ class Residency:
 
         Models in `keep` go last. As much stays as any hosted model needs beside those that are pinned or leased.
         """
-        self._land()
         lent = min(num_bytes, self.lendable)
         if lent > 0:
+            self._land()
             held = self._held()
             target = self.pool.budget - lent
             wanted = {key: size for one in keep if one in self.pool for key, size in self.pool[one].pieces.items()}
@@ -653,9 +703,11 @@ class Residency:
 
     @property
     def lendable(self) -> int:
-        """Bytes that `lend` could give."""
+        """Bytes that `lend` could give; none while a model is on its way."""
+        if self.is_loading:
+            return 0
         held = self._held()
-        least = max((sum((held | hosted.sizes()).values()) for hosted in self.hosted.values()), default=0)
+        least = max((sum((held | hosted.sizes()).values()) for hosted in self._models.values()), default=0)
         return max(self.pool.budget - least, 0)
 
     def _held(self) -> dict[Hashable, int]:
@@ -677,10 +729,13 @@ class Residency:
             self.take_back(self.reclaim_lent(wanted))
 
     def reserve_host(self, owner: str, num_bytes: int) -> bool:
-        """Set bytes of the host's budget aside for pages; idle weights give way. False if there are too few."""
-        self._land()
-        if num_bytes > self.host.budget:
+        """Set bytes of the host's budget aside for pages; idle weights give way.
+
+        False if there are too few, or a model is on its way.
+        """
+        if num_bytes > self.host.budget or self.is_loading:
             return False
+        self._land()
         self._move_out(self.host.resize(self.host.budget - num_bytes))
         self.ledger.set("host_kv", owner, self.ledger.of("host_kv").get(owner, 0) + num_bytes)
         return True
@@ -713,7 +768,7 @@ class Residency:
 
     def _reserve(self, hosted: Hosted, pinned: bool = False, keep: Collection[str] = ()) -> _Load:
         """The pool makes room, and who has to leaves."""
-        load = _Load(hosted, hosted.piece_keys(), self.state(hosted.name))
+        load = _Load(hosted, hosted.piece_keys(), "disk" if hosted.is_adding else self.state(hosted.name))
         sizes, held = hosted.sizes(), self.pool.pieces()
         self._reclaim(self.pool.used + sum(sizes[key] for key in sizes.keys() - held.keys()) - self.pool.budget)
         load.saved = self.pool.snapshot(), self.host.snapshot()
@@ -821,7 +876,7 @@ class Residency:
         self._balance()
         for pool in (self.host, self.pool):
             for name in pool.names():
-                self._bring_back(self.hosted[name], pool, error)
+                self._bring_back(self._models[name], pool, error)
 
     def _bring_back(self, hosted: Hosted, pool: Pool, error: BaseException) -> None:
         to_host = pool is self.host
@@ -864,10 +919,10 @@ class Residency:
         self._take_off(load, "prefetch")
         return True
 
-    def _take_off(self, load: _Load, kind: Kind, progress: Progress | None = None) -> None:
+    def _take_off(self, load: _Load, kind: Kind) -> None:
         """Let a thread do what takes long."""
         name, threads = load.hosted.name, torch.get_num_threads()
-        load.thread = threading.Thread(target=self._fly, args=(load, kind, threads, progress), name=f"{kind} {name}")
+        load.thread = threading.Thread(target=self._fly, args=(load, kind, threads), name=f"{kind} {name}")
         self._flight = load
         try:
             load.thread.start()
@@ -876,12 +931,11 @@ class Residency:
             self._roll_back(load, error)
             raise
 
-    def _fly(self, load: _Load, kind: Kind, threads: int, progress: Progress | None) -> None:
+    def _fly(self, load: _Load, kind: Kind, threads: int) -> None:
         def go_on(done: int, of: int) -> None:
             if load.is_cancelled:
                 raise _Cancelled
-            if progress is not None:
-                progress(done, of)
+            load.done.append((done, of))
 
         start = time.perf_counter()
         try:
@@ -914,8 +968,6 @@ class Residency:
             if load.error is None or load.hosted is wanted:
                 raise
             return None
-        if load.hosted is wanted:
-            self.pool.touch(wanted.name)
         return load if load.hosted is wanted else None
 
     def _drop(self, load: _Load) -> None:
@@ -931,7 +983,7 @@ class Residency:
         """The pool has given them up: to the host's memory where that has room, else only their files stay."""
         before, gone = self.host.snapshot(), []
         for name in names:
-            hosted = self.hosted[name]
+            hosted = self._models[name]
             hosted.model, hosted.idle_since = None, self._clock() if now is None else now
             try:
                 gone += self.host.admit(name, hosted.sizes(hosted.keys)) if to_host else []
@@ -949,7 +1001,7 @@ class Residency:
         with ExitStack() as stack:
             for name in dict.fromkeys(names):
                 kind: Kind = "page_out" if name in self.host else "evict"
-                sizes = self.hosted[name].sizes(self.hosted[name].keys)
+                sizes = self._models[name].sizes(self._models[name].keys)
                 if kind == "page_out":
                     sizes = {key: size for key, size in sizes.items() if key in on_device and key not in moved}
                     moved |= sizes.keys()
@@ -983,7 +1035,7 @@ class Residency:
             pieces = self._mover.to_host(pieces)
         if pieces and self.weight_check != "off":
             self._num_moves += 1
-            owners = [self.hosted[name].keys for name in self.host.names()]
+            owners = [self._models[name].keys for name in self.host.names()]
             names = {key: name for keys in owners for name, key in keys.items() if key in pieces}
             for key in _sampled(names, self.weight_check, str(self._num_moves)):
                 self._digests[key] = piece_digest(pieces[key])
@@ -1003,7 +1055,7 @@ class Residency:
         flight = self._flight
         for pool in (self.pool, self.host):
             pool.check()
-        inside: Sequence[str] = [name for name, hosted in self.hosted.items() if hosted.model is not None]
+        inside: Sequence[str] = [name for name, hosted in self._models.items() if hosted.model is not None]
         assert sorted([*inside, *([flight.hosted.name] if flight else [])]) == self.pool.names()
         assert not set(self.pool.names()) & set(self.host.names())
         assert self.ledger.of("weights") == {name: held for name, held in self.pool.charges().items() if held}

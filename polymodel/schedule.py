@@ -32,9 +32,9 @@ class Scheduler:
     """Picks one model of those that have work, by a named policy.
 
     In every policy work that has waited for longer than `max_wait` goes first, the oldest of it first. So from then on
-    nothing younger overtakes it but the turn in flight, whatever priorities and weights say. Under byte-drr a resident
-    model waits for its next turn only: who floods the lane with old requests gets no more than his share of it.
-    Apart from that:
+    nothing younger overtakes it but the turn in flight, whatever priorities and weights say. Under byte-drr a model
+    waits for its next turn only: who floods the lane with old requests gets no more than his share of it, and a lane
+    that falls behind does not spend its time on paging. Apart from that:
 
     * byte-drr: bytes streamed follow the weights, page-in bytes included, and residents go before models that must be
       paged in. Deficit round robin (Shreedhar and Varghese, 1995) in its surplus form, as a turn's bytes are known only
@@ -141,7 +141,7 @@ class Scheduler:
         return min(work, key=lambda item: (self._rank(item), item.number, item.model)).model
 
     def _since(self, item: Work) -> float:
-        if self.policy == "byte-drr" and not item.page_in_bytes:
+        if self.policy == "byte-drr":
             return max(item.since, self._turned.get(item.model, item.since))
         return item.since
 

@@ -18,6 +18,7 @@ from polymodel.events import Kind
 from polymodel.kv import PageList, Swapped
 from polymodel.prefix import Lease
 from polymodel.provisional import Spans
+from polymodel.residency import Hosted
 
 LogitsProcessor = Callable[[list[int], Tensor], Tensor]  # tokens so far, logits [vocab] float32 -> logits [vocab]
 
@@ -54,17 +55,18 @@ class Signal:
     """Tells those who wait, in threads or event loops, that something has changed."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()  # entered as such, lest an interrupt leaves it held
+        self._condition = threading.Condition(self._lock)
         self._listeners: list[Callable[[], None]] = []
 
     def notify(self) -> None:
-        with self._condition:
+        with self._lock:
             self._condition.notify_all()
         for listener in tuple(self._listeners):
             listener()
 
     def wait(self, done: Callable[[], bool]) -> None:
-        with self._condition:
+        with self._lock:
             self._condition.wait_for(done)
 
     @contextmanager
@@ -137,6 +139,13 @@ class Work:
         raise NotImplementedError
 
 
+def fail_by_hook(work: Work, error: BaseException) -> None:
+    """A user's own code has raised: its work ends with that and no other's; Ctrl-C is for whoever drives the lane."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    work.fail(error)
+
+
 @dataclass(eq=False, kw_only=True)
 class Sequence(Context, Work):
     """A request: `tokens` is prompt and output; all of it but the last token (the pending one) gets into the pages."""
@@ -145,6 +154,7 @@ class Sequence(Context, Work):
     stop_ids: frozenset[int]
     drafter: str | None = None
     draft_pages: PageList | None = None
+    hosted: Hosted | None = None  # its model, which may be removed before its output is asked for
     logits_processor: LogitsProcessor | None = None
     on_token: Callable[[int], None] | None = None
     on_done: Callable[[Sequence], None] | None = None  # its pages are still there
@@ -164,12 +174,17 @@ class Sequence(Context, Work):
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
 
+    def __repr__(self) -> str:
+        tokens = f"{self.num_prompt} prompt tokens, {len(self.tokens) - self.num_prompt} of {self.max_new_tokens} new"
+        return f"<request {self.number} of {self.model!r}: {self.finish_reason or self.state.value}, {tokens}>"
+
     @property
     def context(self) -> Context:
         return self
 
     @property
     def output(self) -> list[int]:
+        """The new tokens so far."""
         return self.tokens[self.num_prompt :]
 
     @property
@@ -193,8 +208,8 @@ class Sequence(Context, Work):
             if self.on_token is not None:
                 try:
                     self.on_token(token)
-                except Exception as error:
-                    return self.fail(error)
+                except BaseException as error:
+                    return fail_by_hook(self, error)
             if token in self.stop_ids:
                 return self.finish("stop")
             if self.num_left <= 0:
@@ -258,8 +273,8 @@ class Feed(Work):
         self._counts = self.into.num_cached, self.into.num_resumed
         try:
             token = None if self.choose is None else self.choose(logits)
-        except Exception as error:
-            return self.fail(error)
+        except BaseException as error:
+            return fail_by_hook(self, error)
         if token is None:
             return self._finish(State.DONE)
         self.into.tokens.append(token)

@@ -25,6 +25,7 @@ from polymodel.sequence import Context, Feed
 from polymodel.session_file import read_session, write_session
 
 T = TypeVar("T")
+MOST_SHOWN = 120  # characters of an argument in a message
 
 
 class Session:
@@ -45,25 +46,35 @@ class Session:
         self._is_provisional = False  # made of what was provisional elsewhere: reaches no cache
         self._swapped: Swapped | None = None
         self._forgotten = ""  # why, if it was
+        self._is_closed = False
         self._feed: Feed | None = None  # what the lane is working on
         self._owner = f"session {next(lane.session_numbers)}"  # in the ledger
         lane.sessions.add(self)
         weakref.finalize(self, lane.orphans.append, (self._context, self._owner)).atexit = False
 
+    def __repr__(self) -> str:
+        contaminated = f", contaminated from {self.clean}" if self.is_contaminated else ""
+        state = ", closed" if self._is_closed else ", swapped out" if self.is_swapped_out else ""
+        return f"<{self._owner} of {self.model!r}: {len(self)} tokens{contaminated}{state}>"
+
     @property
     def model(self) -> str:
+        """Name of the model."""
         return self._context.model
 
     @property
     def domain(self) -> str:
+        """Whose tokens they are."""
         return self._context.domain
 
     @property
     def tokens(self) -> list[int]:
+        """Ids of all tokens; to be read only."""
         return self._context.tokens
 
     @property
     def pages(self) -> PageList:
+        """Where keys and values of the tokens lie."""
         return self._context.pages
 
     @property
@@ -82,7 +93,7 @@ class Session:
         with self._in_lane(verb):
             if self._logits is not None or not self.tokens:
                 return
-            self.pages.reopen()
+            self._lane.with_room(self.pages.reopen)
             feed = self._begin("decode", floor=len(self.tokens))
         self._end(feed)
 
@@ -93,11 +104,18 @@ class Session:
 
     @property
     def is_contaminated(self) -> bool:
+        """Whether tokens attended something that was evicted since."""
         return self.clean < len(self.tokens)
 
     @property
     def is_swapped_out(self) -> bool:
+        """Whether the pages are in host memory; the next verb that needs them brings them back."""
         return self._swapped is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called: every other verb raises InvalidRequest."""
+        return self._is_closed
 
     @property
     def num_cached(self) -> int:
@@ -111,6 +129,7 @@ class Session:
 
     @property
     def num_open_spans(self) -> int:
+        """Provisional spans that are neither promoted nor rolled back yet."""
         return self._spans.num_open
 
     def __len__(self) -> int:
@@ -134,8 +153,9 @@ class Session:
     def generate(self, max_new_tokens: int) -> list[int]:
         """The next greedy tokens, up to a stop token or the limit; all of them end up in the session."""
         if not isinstance(max_new_tokens, SupportsIndex):
-            raise InvalidRequest(f"generate({max_new_tokens!r}): expected a number of tokens")
+            raise InvalidRequest(f"generate({brief(max_new_tokens)}): expected a number of tokens")
         with self._alone("generate"):
+            self._check_usable("generate")
             return self._decode("generate", index(max_new_tokens)) if index(max_new_tokens) > 0 else []
 
     def _decode(self, verb: str, count: int) -> list[int]:
@@ -259,7 +279,7 @@ class Session:
         """Forget the last `count` tokens. Exact: what follows equals a session that never saw them."""
         with self._verb_of("rollback"):
             if not isinstance(count, SupportsIndex) or not 0 <= index(count) <= len(self.tokens):
-                raise InvalidRequest(f"rollback({count!r}): the session has {len(self.tokens)} tokens")
+                raise InvalidRequest(f"rollback({brief(count)}): the session has {len(self.tokens)} tokens")
             self._cut(len(self.tokens) - index(count))
 
     def _cut(self, length: int, logits: Tensor | None = None) -> None:
@@ -329,7 +349,7 @@ class Session:
                 if 0 <= start <= stop <= count:
                     return start, stop
         raise InvalidRequest(
-            f"{verb}({span!r}): the session has {count} tokens, "
+            f"{verb}({brief(span)}): the session has {count} tokens, "
             f"expected a slice with 0 <= start <= stop <= {count} and no step"
         )
 
@@ -347,7 +367,7 @@ class Session:
 
     def continue_from(self, other: Session) -> None:
         """Take another session's tokens over, and what this model shares with its; this one is empty."""
-        if other is self or other._lane is not self._lane:
+        if not isinstance(other, Session) or other is self or other._lane is not self._lane:
             raise InvalidRequest("continue_from: expected another session, of the same engine")
         with self._alone("continue_from"), other._alone("continue_from"):
             if self.tokens:
@@ -380,7 +400,8 @@ class Session:
         """
         for sink in sinks:
             if missing := [part for part in SINK_PARTS if not callable(getattr(sink, part, None))]:
-                raise InvalidRequest(f"provisional: {sink!r} is no sink, it lacks {', '.join(missing)}")
+                raise InvalidRequest(f"provisional: {brief(sink)} is no sink, it lacks {', '.join(missing)}")
+        self._check_usable("provisional")
         with self._spans.open([_SessionSink(self), *sinks]) as span:
             yield span
 
@@ -431,7 +452,7 @@ class Session:
             key = self._lane.prefill.key(self.model, self.domain)
             saved = read_session(_path("load", path), key, self.pages.layout, config.vocab_size)
             tokens = check_ids(saved.tokens, config, 0)
-            self.pages.load(saved.data, len(tokens))
+            self._lane.with_room(lambda: self.pages.load(saved.data, len(tokens)))
             try:
                 self.tokens.extend(tokens)
                 self._logits = saved.logits
@@ -442,18 +463,18 @@ class Session:
 
     def receipt(self) -> dict[str, str]:
         """What decided the bits, and up to where they are those of a fresh run."""
-        if self._forgotten:
-            raise Forgotten(f"receipt: {self._forgotten}")
+        self._check_usable("receipt")
         contaminated = f"from token {self.clean}" if self.is_contaminated else "no"
-        return self._lane.prefill.facts(self.model) | {
+        return self._lane.prefill.facts(self._hosted) | {
             "kv_key": self._lane.prefill.key(self.model, self.domain).digest,
             "tokens": str(len(self.tokens)),
             "contaminated": contaminated,
         }
 
     def close(self) -> None:
-        """Give the pages back; what is clean, and in memory, stays in the prefix cache."""
+        """Give the pages back; what is clean, and in memory, stays in the prefix cache. Once more changes nothing."""
         with self._alone("close"), self._lane.exclusive():
+            self._is_closed = True
             if self._swapped is None and not self._forgotten and not self._lane.is_closed:
                 self._keep()
             self._drop()
@@ -485,15 +506,21 @@ class Session:
         finally:
             self._verb.release()
 
+    def _check_usable(self, verb: str) -> None:
+        if self._forgotten:
+            raise Forgotten(f"{verb}: {self._forgotten}")
+        if self._is_closed:
+            raise InvalidRequest(f"{verb}: the session is closed")
+
     @contextmanager
     def _in_lane(self, verb: str) -> Iterator[None]:
-        """With the lane's lock, on a session that was not forgotten, its pages in memory."""
+        """With the lane's lock, on a session that was neither closed nor forgotten, its pages in memory."""
         with self._lane.exclusive():
             self._lane.check_open()
-            if self._forgotten:
-                raise Forgotten(f"{verb}: {self._forgotten}")
+            self._check_usable(verb)
             if self._swapped is not None:
-                self.pages.swap_in(self._swapped)
+                swapped = self._swapped
+                self._lane.with_room(lambda: self.pages.swap_in(swapped))
                 self._swapped = None
                 self._account()
             yield
@@ -504,6 +531,8 @@ class Session:
             yield
 
     def __enter__(self) -> Session:
+        if self._is_closed:
+            raise InvalidRequest("with: the session is closed")
         return self
 
     def __exit__(
@@ -563,14 +592,21 @@ class _SessionSink:
 
 def _path(verb: str, path: str | Path) -> Path:
     if not isinstance(path, str | Path):
-        raise InvalidRequest(f"{verb}: {path!r} is no path, expected a str or a Path")
+        raise InvalidRequest(f"{verb}: {brief(path)} is no path, expected a str or a Path")
     return Path(path)
 
 
-def listed(ids: Iterable[T]) -> list[T]:
-    if isinstance(ids, (str, bytes, Mapping, Set)) or not isinstance(ids, Iterable):
-        raise InvalidRequest(f"the prompt is {ids!r}, expected a sequence of token ids")
-    return list(ids)
+def brief(value: object) -> str:
+    """An argument in a message: its repr on one line, cut where it is long."""
+    text = " ".join(line.strip() for line in repr(value).splitlines())
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+
+
+def listed(items: Iterable[T], what: str = "the prompt is", expected: str = "token ids") -> list[T]:
+    """As a list; a text, or what has no order, is refused."""
+    if isinstance(items, (str, bytes, Mapping, Set)) or not isinstance(items, Iterable):
+        raise InvalidRequest(f"{what} {brief(items)}, expected a sequence of {expected}")
+    return list(items)
 
 
 def check_ids(ids: Iterable[int], config: ModelConfig, already: int, num_new: int = 0) -> list[int]:
@@ -583,7 +619,9 @@ def check_ids(ids: Iterable[int], config: ModelConfig, already: int, num_new: in
             with suppress(TypeError):
                 tokens[i] = index(token)
         if isinstance(token, bool) or type(tokens[i]) is not int or not 0 <= tokens[i] < config.vocab_size:
-            raise InvalidRequest(f"token {i} of the prompt is {token!r}, expected an id in 0..{config.vocab_size - 1}")
+            raise InvalidRequest(
+                f"token {i} of the prompt is {brief(token)}, expected an id in 0..{config.vocab_size - 1}"
+            )
     total = already + len(tokens) + num_new
     if total > config.max_context:
         raise PromptTooLong(

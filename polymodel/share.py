@@ -146,7 +146,10 @@ def common_layers(a: Banded, b: Banded) -> int:
 
 
 def can_share(a: Shareable, b: Shareable) -> Verdict:
-    """How many lower layers of a prefix computed by `a` hold for `b`, and why not more."""
+    """How many lower layers of a prefix computed by `a` hold for `b`, and why not more; both as `eng[name]` gives."""
+    for model in (a, b):
+        if not hasattr(model, "band_digests"):
+            raise InvalidRequest(f"can_share: expected models as eng['a'] gives them, got a {type(model).__name__}")
     failed: dict[str, str] = {}
     if _vocabulary(a) != _vocabulary(b):
         failed["tokenizer"] = "vocabularies differ"

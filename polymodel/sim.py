@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from heapq import heappop, heappush
 from itertools import islice
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,6 +26,14 @@ Measure = Literal["ttft", "tpot", "latency", "longest_gap"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 
 DEFAULTS = EngineConfig()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _is_whole(value: object, least: float = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 # ---- hardware ----------------------------------------------------------------------------------------
@@ -45,9 +53,10 @@ class Hardware:
     step_overhead: float  # seconds that a forward takes beside
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise InvalidRequest(f"Hardware.name must be text, got {self.name!r}")
         for speed in fields(self)[1:]:
-            value = getattr(self, speed.name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            if not _is_number(value := getattr(self, speed.name)) or not value > 0:
                 raise InvalidRequest(f"Hardware.{speed.name} must be a number above 0, got {value!r}")
 
     @classmethod
@@ -108,7 +117,8 @@ class PageIn:
 class Tiers:
     """Where every model's weights are: on the device, in host memory, or in their files alone.
 
-    The pinned are on the device from the start, then the `warm`, coldest first.
+    The pinned are on the device from the start, then the `warm`, coldest first. Who makes room is in the host's memory
+    whole or not at all: what others on the device hold of it takes room there too.
     """
 
     def __init__(
@@ -120,6 +130,9 @@ class Tiers:
         pinned: Collection[str] = (),
         warm: Collection[str] = (),
     ) -> None:
+        for what, size in (("budget", budget), ("host_budget", host_budget)):
+            if not _is_whole(size):
+                raise InvalidRequest(f"{what} must be a whole number of bytes from 0 on, got {size!r}")
         self.pieces = {name: _pieces(name, weights) for name, weights in models.items()}
         self.device, self.host = Pool(budget, policy), Pool(host_budget, policy)
         for name in (*pinned, *warm):
@@ -147,19 +160,17 @@ class Tiers:
         moved = self.missing(name)
         victims = self.device.admit(name, self[name], pinned)
         self.host.evict(name)
-        on_device = self.device.pieces()
         for victim in victims:
-            left = {key: size for key, size in self[victim].items() if key not in on_device}
             with suppress(TooLarge, PinnedNoRoom):
-                self.host.admit(victim, left)
+                self.host.admit(victim, self[victim])
         return PageIn(victims, *moved)
 
 
 def _pieces(name: str, weights: Weights) -> dict[Hashable, int]:
-    pieces: dict[Hashable, int] = {(name, None): weights} if isinstance(weights, int) else dict(weights)
+    pieces: dict[Hashable, int] = dict(weights) if isinstance(weights, Mapping) else {(name, None): weights}
     for size in pieces.values():
-        if size < 0:
-            raise InvalidRequest(f"model {name!r} cannot have {size:,} bytes")
+        if not _is_whole(size):
+            raise InvalidRequest(f"model {name!r} cannot have {size!r} bytes, expected a whole number from 0 on")
     return pieces
 
 
@@ -265,9 +276,12 @@ def read_trace(lines: Iterable[str]) -> list[str | tuple[float, str]]:
         try:
             entry = json.loads(line)
             name, seconds = entry["model"], float(entry.get("time", 0.0))
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidRequest(f'line {number} of the trace, {line!r:.100}: expected "model" and "time"') from error
-        trace.append((seconds, str(name)))
+            if not (isinstance(name, str) and name and isfinite(seconds)):
+                raise ValueError
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            expected = 'expected "model", a name, and perhaps "time", seconds'
+            raise InvalidRequest(f"line {number} of the trace, {line!r:.100}: {expected}") from error
+        trace.append((seconds, name))
     return trace
 
 
@@ -347,6 +361,10 @@ class Simulated:
     params: float
     kv_bytes_per_token: int = 0
 
+    def __post_init__(self) -> None:
+        if not (_is_number(self.params) and self.params >= 0 and _is_whole(self.kv_bytes_per_token)):
+            raise InvalidRequest(f"a simulated model needs params from 0 on and whole bytes a token, got {self}")
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -360,8 +378,11 @@ class Arrival:
     deadline: float = inf  # seconds on the same clock
 
     def __post_init__(self) -> None:
-        if not self.seconds >= 0 or self.prompt_tokens < 1 or self.output_tokens < 1:
-            raise InvalidRequest(f"an arrival needs seconds from 0 on and at least 1 token each way, got {self}")
+        comes = _is_number(self.seconds) and 0 <= self.seconds < inf
+        if not (comes and _is_whole(self.prompt_tokens, 1) and _is_whole(self.output_tokens, 1)):
+            raise InvalidRequest(f"an arrival needs seconds from 0 on and at least 1 token each way (int), got {self}")
+        if not (_is_whole(self.priority, -inf) and _is_number(self.deadline)):
+            raise InvalidRequest(f"an arrival needs a whole number as priority and seconds as deadline, got {self}")
 
 
 @dataclass(slots=True)
@@ -424,6 +445,8 @@ class Result:
 
     def values(self, measure: Measure) -> list[float]:
         """Of the requests that are over, ascending."""
+        if measure not in MEASURES:
+            raise InvalidRequest(f"measure {measure!r}, expected one of {', '.join(MEASURES)}")
         return sorted(getattr(one, measure) for one in self.served)
 
     def mean(self, measure: Measure) -> float:
@@ -432,6 +455,8 @@ class Result:
 
     def percentile(self, measure: Measure, percent: float) -> float:
         """With linear interpolation; nan where no request is over."""
+        if not (_is_number(percent) and 0 <= percent <= 100):
+            raise InvalidRequest(f"a percentile must be of 0 to 100 percent, got {percent!r}")
         if not (values := self.values(measure)):
             return math.nan
         place = (len(values) - 1) * percent / 100
@@ -439,12 +464,14 @@ class Result:
         return low + (values[math.ceil(place)] - low) * (place % 1)
 
     def as_dict(self) -> dict[str, Any]:
+        """For JSON, so with None for the times where no request is over."""
         found: dict[str, Any] = {"simulated": True, "requests": len(self.served)}
         for name in ("seconds", "swaps", "misses", "evictions", "loaded_bytes", "shares", "jain"):
             found[name] = getattr(self, name)
         for measure in MEASURES:
-            found[measure] = {"mean": self.mean(measure)}
-            found[measure] |= {f"p{percent}": self.percentile(measure, percent) for percent in (50, 90, 99)}
+            values = {"mean": self.mean(measure)}
+            values |= {f"p{percent}": self.percentile(measure, percent) for percent in (50, 90, 99)}
+            found[measure] = values if self.served else dict.fromkeys(values)
         return found
 
 
@@ -472,8 +499,8 @@ def run(
     decode steps of all its sequences together. KV pages are not limited, and prefixes not shared.
     """
     for name, number in (("quantum", quantum), ("prefill_chunk", prefill_chunk), ("max_batch", max_batch)):
-        if number < 1:
-            raise InvalidRequest(f"{name} must be at least 1, got {number}")
+        if not _is_whole(number, 1):
+            raise InvalidRequest(f"{name} must be a whole number from 1 on, got {number!r}")
     tiers = Tiers({name: one.weights for name, one in fleet.items()}, budget, host_budget, policy, pinned, warm)
     lane = _Lane(
         fleet,

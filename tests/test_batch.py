@@ -454,14 +454,15 @@ def assert_goes_on(engine: Engine, batch: Batch, before: Sequence[tuple[list[int
         (lambda b: b.step([5, 6, 300, 8, 9]), InvalidRequest, r"token 0 of the prompt is 300, expected an id in 0\.\."),
         (lambda b: b.step([5, 6, 7, 8]), InvalidRequest, "step: 4 tokens for 5 rows, expected one for each"),
         (lambda b: b.step(5), InvalidRequest, "5, expected a sequence"),
-        (lambda b: b.step("abcde"), InvalidRequest, "expected a sequence"),
+        (lambda b: b.step("abcde"), InvalidRequest, "step: the tokens are 'abcde', expected a sequence of token ids"),
+        (lambda b: b.step_active([5] * 5, "abcde"), InvalidRequest, "step_active: the flags are 'abcde'"),
         (lambda b: b.step([5, 6, None, 8, 9]), InvalidRequest, "is None"),
         (lambda b: b.step_active([5] * 4, [True] * 5), InvalidRequest, "step_active: 4 tokens for 5 rows"),
         (lambda b: b.step_active([5] * 5, [True] * 6), InvalidRequest, "step_active: 6 flags for 5 rows"),
         (lambda b: b.prefill_each([[3], [4], [5, -1], [6], [7]]), InvalidRequest, "token 1 of the prompt is -1"),
         (lambda b: b.prefill_each([[3], [4], [], [6], [7]]), InvalidRequest, "the prompt is empty"),
         (lambda b: b.prefill_each([[3]] * 4), InvalidRequest, "prefill_each: 4 prompts for 5 rows"),
-        (lambda b: b.prefill_each("abcde"), InvalidRequest, "expected a sequence"),
+        (lambda b: b.prefill_each("abcde"), InvalidRequest, "prefill_each: the prompts are 'abcde'"),
         (lambda b: b.prefill_each([[3], [4], 5, [6], [7]]), InvalidRequest, "the prompt is 5"),
         (lambda b: b.prefill_each([[3], [4], [5] * 512, [6], [7]]), PromptTooLong, "513 prompt tokens and 0 new"),
         (lambda b: b.generate([[3]] * 4, 3), InvalidRequest, "generate: 4 prompts for 5 rows"),
@@ -730,6 +731,37 @@ def test_what_is_no_batch_is_refused(engine: Engine, paths: dict[str, Path]) -> 
             verb()
     with pytest.raises(Forgotten, match="the model 'other' was removed"):
         Batch.from_prefix(batch[0], 2)
+
+
+def test_a_closed_batch_says_so_whatever_is_asked_of_it(engine: Engine) -> None:
+    batch = batch_of(engine, prompts_of((5, 6)))
+    assert repr(batch) == "<batch of 2 rows of 'm'>"
+    batch[0].close()
+    with pytest.raises(InvalidRequest, match="step: the session is closed"):
+        batch.step([7, 7])
+    batch.step_active([7, 7], [False, True])
+    assert not batch.is_closed
+    batch.close()
+    for verb in (
+        lambda: batch.step([7, 7]),
+        lambda: batch.step_active([7, 7], [False, False]),
+        lambda: batch.prefill_each([[7], [7]]),
+        lambda: batch.generate([[7], [7]], 2),
+        batch.__enter__,
+    ):
+        with pytest.raises(InvalidRequest, match=r"^\w+: the batch is closed"):
+            verb()
+    with pytest.raises(InvalidRequest, match="clone: the session is closed"):
+        Batch.from_prefix(batch[0], 2)
+    assert repr(batch) == "<batch of 2 rows of 'm', closed>"
+    batch.close()
+
+
+def test_a_row_that_is_not_there_is_an_index_error_with_the_number_of_rows(engine: Engine) -> None:
+    with engine.batch("m", 2) as batch:
+        assert batch[-1] is batch[1]
+        with pytest.raises(IndexError, match="row 5 of a batch of 2 rows"):
+            batch[5]
 
 
 def test_a_closed_engine_runs_no_batch(paths: dict[str, Path]) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import safetensors.torch
 import torch
 from tiny import write_tiny, write_tokenizer
 
-from polymodel import Engine, EngineConfig, errors
+from polymodel import Engine, EngineConfig, can_share, errors
 from polymodel.checkpoint import Checkpoint, open_checkpoint
-from polymodel.engine import Output
+from polymodel.engine import Options, Output
+from polymodel.ledger import format_bytes
 from polymodel.residency import model_nbytes
 from polymodel.sequence import Sequence
 
@@ -725,7 +729,18 @@ def test_a_reload_that_fails_fails_its_requests_and_can_be_tried_again(
         ({"prompt": "a", "prompt_ids": [1]}, errors.InvalidRequest, r"got \['prompt', 'prompt_ids'\]"),
         ({"messages": [{"role": "user", "content": "hi"}]}, errors.InvalidRequest, "no chat template"),
         ({"prompt_ids": [1], "max_new_tokens": 0}, errors.InvalidRequest, "max_new_tokens=0"),
-        ({"prompt_ids": [1], "temperature": 0.5}, errors.InvalidRequest, "temperature=0.5"),
+        (
+            {"prompt_ids": [1], "temperature": "0"},
+            errors.InvalidRequest,
+            "temperature='0' is not supported yet: this version decodes greedily",
+        ),
+        ({"prompt_ids": [1], "deadline": float("nan")}, errors.InvalidRequest, "deadline=nan, expected seconds"),
+        ({"prompt_ids": [1], "seed": 1.5}, errors.InvalidRequest, "seed=1.5, expected an integer"),
+        ({"prompt_ids": [1], "priority": True}, errors.InvalidRequest, "priority=True, expected an integer"),
+        ({"prompt_ids": [1], "draft": False}, errors.InvalidRequest, "draft: .* name, None or 'auto', got False"),
+        ({"messages": "hi"}, errors.InvalidRequest, 'messages=\'hi\', expected a list of {"role": ..., "content"'),
+        ({"messages": [{"role": "user"}]}, errors.InvalidRequest, 'expected a list of {"role"'),
+        ({"prompt": ["a" * 500]}, errors.InvalidRequest, r"the prompt is \['a{115}\.\.\., expected text"),
         (
             {"prompt_ids": [3] * 500, "max_new_tokens": 13},
             errors.PromptTooLong,
@@ -767,6 +782,14 @@ def test_a_full_queue_refuses_and_takes_again_once_there_is_room(paths: Paths) -
 def test_an_engine_that_is_set_up_wrongly_says_so() -> None:
     with pytest.raises(errors.InvalidRequest, match="device='cuda'"):
         Engine(device="cuda")
+    for wrong, message in (
+        ({"device": 3}, "device=3, expected 'cpu'"),
+        ({"config": {"max_batch": 8}}, r"config={'max_batch': 8}, expected an EngineConfig"),
+        ({"budget": 1.5}, "budget=1.5, expected a number of bytes"),
+        ({"host_budget": True}, "host_budget=True, expected a number of bytes"),
+    ):
+        with pytest.raises(errors.InvalidRequest, match=message):
+            Engine(**wrong)
     with pytest.raises(errors.InvalidRequest, match="kv_budget: 'lots' is not a size"):
         Engine(kv_budget="lots")
     with pytest.raises(errors.InvalidRequest, match="it needs at least 2"):
@@ -787,6 +810,68 @@ def test_a_running_request_has_no_output_yet(engine: Engine, paths: Paths) -> No
         engine.output(request)
     engine.wait(request)
     assert isinstance(engine.output(request), Output)
+
+
+def test_a_handle_where_a_name_belongs_is_refused_with_the_name_to_use(engine: Engine, paths: Paths) -> None:
+    handle: Any = engine.add("m", paths["llama"])
+    before = snapshot(engine)
+    asking = (engine.generate, engine.submit, engine.stream, engine.share_prefix, engine.warm, engine.forget)
+    naming = (engine.session, engine.receipt, engine.pin, engine.unpin, engine.unload, engine.remove)
+    verbs: list[Callable[[], Any]] = [
+        *(partial(verb, handle, "Hi") for verb in asking),
+        *(partial(verb, handle) for verb in (*naming, engine.__getitem__, engine.__contains__)),
+        lambda: engine.batch(handle, 2),
+        lambda: asyncio.run(engine.agenerate(handle, "Hi")),
+        lambda: asyncio.run(anext(engine.astream(handle, "Hi"))),
+    ]
+    for verb in verbs:
+        with pytest.raises(errors.InvalidRequest, match="expected a model's name, got a ModelHandle; use 'm'"):
+            verb()
+    with pytest.raises(errors.InvalidRequest, match=r"draft: .*, None or 'auto', got a ModelHandle; use 'm'"):
+        engine.submit("m", "Hi", draft=handle)
+    with pytest.raises(errors.InvalidRequest, match="model: expected a model's name, got 7"):
+        engine.session(7)  # type: ignore[arg-type]
+    for call in (engine.wait, engine.cancel, engine.output):
+        with pytest.raises(errors.InvalidRequest, match="expected a request, as `submit` gives, got 'm'"):
+            call("m")  # type: ignore[operator]
+    with pytest.raises(errors.InvalidRequest, match=r"can_share: expected models as eng\['a'\] gives them, got a str"):
+        can_share("m", handle)  # type: ignore[arg-type]
+    assert snapshot(engine) == before
+
+
+def test_every_verb_takes_the_options_of_submit_and_names_itself_where_one_is_unknown(engine: Engine) -> None:
+    explicit = inspect.signature(Engine.submit, eval_str=True).parameters
+    assert {n: p.annotation for n, p in explicit.items() if p.kind is p.KEYWORD_ONLY} == get_type_hints(Options)
+    wrong: dict[str, Any] = {"max_tokens": 5}
+    for verb, call in (
+        ("generate", lambda: engine.generate("m", "Hi", **wrong)),
+        ("stream", lambda: engine.stream("m", "Hi", **wrong)),
+        ("agenerate", lambda: asyncio.run(engine.agenerate("m", "Hi", **wrong))),
+        ("astream", lambda: asyncio.run(anext(engine.astream("m", "Hi", **wrong)))),
+    ):
+        with pytest.raises(TypeError, match=rf"^{verb}\(\) got an unexpected option 'max_tokens'; .*max_new_tokens"):
+            call()
+
+
+def test_an_engine_is_the_names_of_its_models(engine: Engine, paths: Paths) -> None:
+    assert (list(engine), len(engine), bool(engine)) == ([], 0, True)
+    for name in ("b", "a"):
+        engine.add(name, paths["llama"])
+    assert (list(engine), len(engine), "a" in engine, "c" in engine) == (["b", "a"], 2, True, False)
+
+
+@pytest.mark.usefixtures("held")
+def test_what_an_engine_gives_shows_itself_in_a_line(engine: Engine, paths: Paths) -> None:
+    handle = engine.add("m", paths["llama"])
+    size = format_bytes(handle.nbytes)
+    assert repr(handle) == f"<model 'm': llama, 3 layers, {size}, on the device>"
+    request = engine.submit("m", prompt_ids=[5, 6, 7], **PLAIN)
+    shown = f"<request {request.number} of 'm': "
+    assert repr(request) == shown + "waiting, 3 prompt tokens, 0 of 24 new>"
+    engine.wait(request)
+    assert repr(request) == shown + "length, 3 prompt tokens, 24 of 24 new>"
+    engine.unload("m")
+    assert repr(handle) == f"<model 'm': llama, 3 layers, {size}, not on the device>"
 
 
 # ---- removing, closing, threads ------------------------------------------------------------------------

@@ -39,6 +39,9 @@ def decode(*intervals: tuple[float, float]) -> list[Event]:
         ([(0, 10), (1, 5), (4, 6), (5, 7)], 3),
         ([(0, 1), (0, 1), (0, 1)], 3),
         ([(0, 3), (1, 2), (2, 3), (2.5, 4)], 3),
+        ([(5, 5), (5, 5)], 0),  # nor does what has no length
+        ([(0, 10), (5, 5), (5, 5)], 1),
+        ([(0, 5), (5, 5), (5, 10), (5, 7)], 2),
     ],
 )
 def test_overlap_is_counted_from_the_intervals(intervals: list[tuple[float, float]], most: int) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import polymodel
+
 ROOT = Path(__file__).parent.parent
 ORDER = {
     "csrc_triton": """
@@ -115,6 +117,11 @@ def loaded_by(module: str) -> set[str]:
 def test_importing_polymodel_loads_nothing_heavy() -> None:
     assert not loaded_by("polymodel") & set(HEAVY)
     assert not loaded_by("csrc_triton") & set(HEAVY)
+
+
+def test_what_polymodel_lists_is_what_it_gives() -> None:
+    assert dir(polymodel) == sorted(polymodel.__all__)
+    assert all(getattr(polymodel, name) is not None for name in polymodel.__all__)
 
 
 def test_importing_the_engine_loads_what_a_forward_needs_and_no_more() -> None:

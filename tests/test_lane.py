@@ -863,8 +863,8 @@ def raising(*_: object) -> Any:
     [
         ({"on_token": raising}, OSError),
         ({"logits_processor": raising}, OSError),
-        ({"logits_processor": nan}, errors.NonFiniteLogits),
-        ({"logits_processor": lambda tokens, logits: logits[:7]}, RuntimeError),
+        ({"logits_processor": nan}, errors.InvalidRequest),
+        ({"logits_processor": lambda tokens, logits: logits[:7]}, errors.InvalidRequest),
         ({"logits_processor": lambda tokens, logits: None}, Exception),
     ],
 )
@@ -1237,3 +1237,139 @@ def test_every_kind_of_event_occurs_and_is_drawn(paths: Paths) -> None:
         assert {entry["name"] for entry in traced} >= kinds
         rows = {line.split("|")[0].strip() for line in drawn.splitlines()[:-2]}
         assert rows == {"llama", "q4", "sibling", "other", "qwen3"}
+
+
+# ---- what others may do meanwhile ------------------------------------------------------------------------
+
+
+def test_a_removed_models_output_and_its_cancelled_one_can_be_asked_for(
+    engine: Engine, paths: Paths, alone: Alone
+) -> None:
+    engine.add("llama", paths["llama"])
+    done = submit(engine, "llama", 0)
+    engine.wait(done)
+    with engine.lane.exclusive():
+        running = submit(engine, "llama", 1)
+        engine.lane.turn()
+    engine.remove("llama")
+    engine.wait(running)
+    assert engine.output(done).tokens == alone["llama", 0]
+    out = engine.output(running)
+    assert out.finish_reason == "cancelled" and out.tokens == alone["llama", 1][: len(out.tokens)]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
+def test_no_exception_of_a_hook_reaches_the_lane(
+    engine: Engine, paths: Paths, alone: Alone, error: BaseException
+) -> None:
+    def leave(*_: object) -> Any:
+        raise error
+
+    engine.add("llama", paths["llama"])
+    with engine.lane.exclusive():
+        mine, other = submit(engine, "llama", 0, on_token=leave), submit(engine, "llama", 1)
+    with pytest.raises(type(error)):
+        engine.wait(mine)
+    engine.wait(other)
+    with engine.batch("llama", 1) as batch, pytest.raises(type(error)):
+        batch.generate([PROMPTS[0]], 3, pick=leave)
+    assert other.output == alone["llama", 1] == generate(engine, "llama", 1)
+
+
+def test_pages_that_rotted_on_the_host_fail_their_own_request(paths: Paths, alone: Alone) -> None:
+    with Engine(kv_budget="8MiB", host_budget="4MiB", config=UNCACHED) as engine, engine.lane.exclusive():
+        engine.add("llama", paths["llama"])
+        with few_pages(engine, 7, "llama"):
+            requests = [submit(engine, "llama", 1, max_new_tokens=70) for _ in range(3)]
+            while requests[2].swapped is None:
+                engine.lane.turn()
+            requests[2].swapped.data.view(-1)[5] ^= 1
+            with pytest.raises(errors.CorruptSession):
+                engine.wait(requests[2])
+            engine.run()
+        assert requests[0].output[:NUM_NEW] == requests[1].output[:NUM_NEW] == alone["llama", 1]
+        assert not engine.ledger.of("host_kv")
+
+
+def test_a_session_that_comes_back_preempts_as_one_that_grows_does(paths: Paths, alone: Alone) -> None:
+    with Engine(kv_budget="8MiB", config=UNCACHED) as engine, engine.lane.exclusive():
+        engine.add("llama", paths["llama"])
+        with few_pages(engine, 6, "llama"):
+            session = engine.session("llama")
+            session.append(PROMPTS[3])
+            session.swap_out()
+            requests = [submit(engine, "llama", 1) for _ in range(3)]
+            while not all(request.output for request in requests):
+                engine.lane.turn()
+            assert session.generate(NUM_NEW) == alone["llama", 3]
+            session.close()
+            engine.run()
+            assert outputs(requests) == [alone["llama", 1]] * 3 and sum(r.num_preempted for r in requests) > 0
+
+
+def test_a_session_is_not_kept_waiting_by_a_full_batch(paths: Paths) -> None:
+    with Engine(kv_budget="8MiB", config=replace(UNCACHED, max_batch=2)) as engine:
+        engine.add("llama", paths["llama"])
+        session = engine.session("llama")
+        session.append(PROMPTS[0])
+        requests = [submit(engine, "llama", 0, max_new_tokens=400) for _ in range(4)]
+        session.step()
+        assert not any(request.is_over for request in requests)
+        session.close()
+        engine.lane.close()
+
+
+def test_lent_bytes_come_back_from_cold_prefixes(paths: Paths) -> None:
+    """A crowd needs more pages than the arena has; what it leaves in the cache lies all over what was lent."""
+    dice = random.Random(0)
+    config = EngineConfig(prefix_budget=1 << 40, prefill_chunk=1 << 15)
+    with Engine(budget=12 << 20, kv_budget="8MiB", config=config) as engine:
+        engine.add("llama", paths["llama"])
+        with engine.lane.exclusive():
+            prompts = [[dice.randrange(3, 259) for _ in range(300)] for _ in range(32)]
+            requests = [engine.submit("llama", prompt_ids=ids, max_new_tokens=30, stop_at_eos=False) for ids in prompts]
+            engine.run()
+            assert all(len(request.output) == 30 for request in requests)
+            assert engine.residency.lent >= 4 << 20 and engine.prefixes.nbytes > 4 << 20
+        size = engine["llama"].nbytes
+        engine.budget = 2 * size
+        assert engine.residency.lent == 0 and engine.arena.nbytes == engine.arena.min_bytes
+        assert engine.budget == 2 * size
+
+
+def test_adding_a_model_waits_for_nobody_and_leaves_no_trace_of_those_that_go(paths: Paths, alone: Alone) -> None:
+    with Engine(kv_budget="16MiB", config=UNCACHED) as engine:
+        engine.add("llama", paths["llama"])
+        seen: list[int] = []
+
+        def look(done: int, of: int) -> None:
+            seen.append(len(engine.table()))
+            if done == 1:
+                engine.remove("llama")  # a partner of the newcomer
+
+        sibling = perturbed(open_checkpoint(paths["llama"]), 2, 1)
+        engine.add("sibling", sibling, progress=look)
+        assert seen[0] == 1 and set(seen[1:]) == {0}  # the newcomer is there when it is through
+        assert engine.residency["sibling"].partners == {} and list(engine) == ["sibling"]
+        engine.add("llama", paths["llama"])
+        assert engine.residency["sibling"].partners == {"llama": 2}
+        assert generate(engine, "llama", 0) == alone["llama", 0]
+        with pytest.raises(errors.UnknownModel), engine.lane.exclusive():
+            hosted = engine.residency.sized("next", open_checkpoint(paths["qwen3"]), "file")
+            load = engine.residency.begin(hosted)
+            try:
+                engine.submit("next", prompt_ids=[5])
+            finally:
+                engine.residency.abort(hosted, OSError())
+                load.join()
+        assert_idle(engine)
+
+
+def test_a_fork_is_told_to_make_an_engine_of_its_own(engine: Engine, paths: Paths, monkeypatch: Any) -> None:
+    engine.add("llama", paths["llama"])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(errors.EngineClosed, match="belongs to process"):
+            generate(engine, "llama", 0)
+        with pytest.raises(errors.EngineClosed, match="belongs to process"):
+            engine.unload("llama")

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import math
+import re
+from typing import Any
+
 import pytest
 
 from polymodel.ledger import CLASSES, Ledger, format_bytes, parse_bytes
@@ -60,10 +64,17 @@ def test_sizes(text: int | str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "12 parsecs", "1.2.3MB", "inf", "nan GiB", "1 TiB x"])
-def test_what_is_no_size_says_so(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a size"):
-        parse_bytes(text)
+@pytest.mark.parametrize(
+    "size",
+    [
+        *("", "GiB", "12 parsecs", "1.2.3MB", "inf", "nan GiB", "1 TiB x", "-5", "-1 GiB"),
+        *(-1, True, 2e9, math.nan, None, b"5", [5]),
+    ],
+)
+def test_what_is_no_size_says_so(size: Any) -> None:
+    expected = f"{size!r} is not a size; expected a whole number of bytes from 0 on, or text with such a number"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        parse_bytes(size)
 
 
 def test_sizes_are_shown_in_the_largest_unit_below() -> None:

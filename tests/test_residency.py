@@ -994,6 +994,8 @@ def test_what_changes_who_is_in_memory_waits_for_a_prefetch(
     if verb == "resize":
         assert residency.resize(size) == ["b"]
     elif verb == "lend":
+        assert residency.lend(size) == residency.lendable == 0  # it waits for nobody
+        residency.join()
         assert residency.lend(size) == size
     elif verb == "unload":
         residency.unload("b")

@@ -504,6 +504,7 @@ def test_a_session_closed_inside_a_span_ends_it(engine: Engine) -> None:
         session.append(IDS[60:70])
         session.close()
     assert (span.outcome, len(session), session.num_open_spans) == ("rolled back", 0, 0)
+    session = engine.session("m")
     with session.provisional() as span:
         session.append(IDS[:5])
         engine.drop_domain("default")
@@ -1015,6 +1016,44 @@ def test_a_session_that_could_not_go_on_from_another_is_empty_and_as_good_as_new
         with pytest.raises(InvalidRequest, match="continue_from: expected another session, of the same engine"):
             session.continue_from(session)
         assert session.tokens == IDS[:70]
+
+
+def test_a_closed_session_says_so_whatever_is_asked_of_it(engine: Engine, tmp_path: Path) -> None:
+    session, other = fresh(engine, IDS[:20]), engine.session("m")
+    session.close()
+    verbs: list[Callable[[], Any]] = [
+        *(session.step, session.clone, session.swap_out, session.swap_in, session.repair, session.receipt),
+        *(session.provisional().__enter__, session.__enter__),
+        lambda: session.append([5]),
+        lambda: session.generate(0),
+        lambda: session.rollback(0),
+        lambda: session.quarantine(slice(0, 0)),
+        lambda: session.evict(slice(0, 0)),
+        lambda: session.save(tmp_path / "file"),
+        lambda: session.load(tmp_path / "file"),
+        lambda: session.continue_from(other),
+        lambda: other.continue_from(session),
+        lambda: engine.session("m", prefix=session),
+    ]
+    for verb in verbs:
+        with pytest.raises(InvalidRequest, match=r"^\w+: the session is closed"):
+            verb()
+    session.close()
+    assert session.is_closed and not session.tokens and session.logits is None
+    assert not other.is_closed and not other.tokens and not list(tmp_path.iterdir())
+
+
+def test_a_session_shows_itself_in_a_line(engine: Engine) -> None:
+    session = fresh(engine, IDS[:20])
+    name = session._owner
+    assert repr(session) == f"<{name} of 'm': 20 tokens>"
+    session.evict(slice(3, 5))
+    assert repr(session) == f"<{name} of 'm': 18 tokens, contaminated from 3>"
+    session.rollback(15)
+    session.swap_out()
+    assert repr(session) == f"<{name} of 'm': 3 tokens, swapped out>"
+    session.close()
+    assert repr(session) == f"<{name} of 'm': 0 tokens, closed>"
 
 
 def test_verbs_after_the_engine_is_closed(path: Path) -> None:

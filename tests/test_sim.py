@@ -6,26 +6,34 @@ import itertools
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from math import inf, isnan
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import write_tiny
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 import workloads
 from workloads import ALPHAS, CODE, CONVERSATION, KNOWN_MISSES, KNOWN_WAITS, Traffic
 
+from polymodel.checkpoint import Checkpoint, open_checkpoint, perturbed
 from polymodel.config import LANE_POLICIES, POOL_POLICIES, LanePolicy, PoolPolicy
 from polymodel.errors import InvalidRequest, PinnedNoRoom, PolymodelError, TooLarge, UnknownModel
-from polymodel.events import chrome_trace, max_concurrent, timeline
-from polymodel.sim import H200, Arrival, Hardware, Result, Simulated, plan, read_trace, run
+from polymodel.events import Events, chrome_trace, max_concurrent, timeline
+from polymodel.kv import Arena
+from polymodel.ledger import Ledger
+from polymodel.residency import Residency
+from polymodel.sim import H200, Arrival, Hardware, Result, Simulated, Tiers, plan, read_trace, run
 
 SLOW_SEEDS = [3, pytest.param(20, marks=pytest.mark.slow)]
 # bytes, operations and seconds that are easy to add up by hand
@@ -58,6 +66,7 @@ def test_measured_speeds_replace_the_tables(tmp_path: Path) -> None:
         ('{"flops": 0}', "flops must be a number above 0, got 0"),
         ('{"flops": "1e12"}', "got '1e12'"),
         ('{"flops": NaN}', "got nan"),
+        ('{"name": 5}', "name must be text, got 5"),
         ("[]", "an object"),
         ("{", "no hardware description"),
     ):
@@ -117,8 +126,58 @@ def test_what_made_room_comes_back_from_the_hosts_memory() -> None:
     assert stall(80, "abcba", budget=40) == 3 * disk + 2 * host  # what is back on the device takes no room there
     models: dict[str, dict[Hashable, int]] = {"base": {"low": 60, "up": 20}, "tuned": {"low": 60, "other": 20}}
     trace = ["base", "tuned", "x", "base"]  # of base only its own piece left at first
-    both = plan(models | {"x": {"x": 20}}, trace, 100, hardware=PLAIN, host_budget=20)
-    assert both.loaded_bytes == 80 + 20 + 20 + 20 and both.stall_seconds == 120 / 5 + 20 / 10
+    for host_budget, seconds in ((79, 140 / 5), (80, 120 / 5 + 20 / 10)):  # all of base has to fit nevertheless
+        found = plan(models | {"x": {"x": 20}}, trace, 100, hardware=PLAIN, host_budget=host_budget)
+        assert (found.loaded_bytes, found.stall_seconds) == (80 + 20 + 20 + 20, seconds)
+
+
+@pytest.fixture(scope="module")
+def relatives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    """Two checkpoints that have nothing in common, and what was trained further from one of them: all, or the top."""
+    folder, shape = tmp_path_factory.mktemp("relatives"), {"num_hidden_layers": 3, "max_position_embeddings": 128}
+    base = write_tiny(folder / "base", "llama", **shape)
+    other = write_tiny(folder / "other", "llama", 1, **shape | {"num_hidden_layers": 2})
+    siblings = {f"from-{i}": perturbed(open_checkpoint(base), i, seed=0) for i in range(3)}
+    return {"base": open_checkpoint(base), **siblings, "other": open_checkpoint(other)}
+
+
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 200))])
+def test_a_plan_is_what_a_residency_does(relatives: dict[str, Checkpoint], seed: int) -> None:
+    rng, arena, events = Random(seed), Arena(16 << 20, 2 << 20), Events()
+    policy, pinned = rng.choice(POOL_POLICIES), ["base"] * (rng.random() < 0.3)
+    size = Residency(1 << 30, arena, Ledger(), events).sized("m", relatives["base"], "file").plan.nbytes
+    budget, host_budget = (int(size * rng.uniform(*most)) for most in ((1 + len(pinned), 3), (0, 2.5)))
+    options: Any = {"host_budget": host_budget, "policy": policy}
+    residency = Residency(1 << 30, arena, Ledger(), events, share=False, weight_check="off", **options)
+    for name, checkpoint in relatives.items():
+        residency.add(name, checkpoint, "file", False)
+        residency.unload(name)
+        residency.pool.forget(name)
+    residency.resize(budget)
+    for name in pinned:
+        residency.set_pinned(name, True)
+    models, trace = residency.plan_pieces(), rng.choices(list(relatives), k=25)
+    tiers = Tiers(models, budget, host_budget, policy, pinned)
+    misses, evictions, loaded = Counter[str](), Counter[str](), Counter[str]()
+    for name in trace:
+        assert (residency.pool.names(), residency.host.names()) == (tiers.device.names(), tiers.host.names())
+        before = set(residency.pool.names())
+        copied = sum(n for key, n in models[name].items() if key in residency._host_pieces)
+        events.clear()
+        with residency.lease(name):
+            moved = [event.num_bytes for event in events.of("page_in")]
+        page_in = tiers.enter(name)
+        gone = before - set(residency.pool.names())
+        assert (set(page_in.victims), page_in.num_bytes) == (gone, sum(moved))
+        assert page_in.from_host == (copied if moved else 0)
+        misses[name] += len(moved)
+        evictions.update(gone)
+        loaded[name] += sum(moved)
+    found = plan(models, trace, budget, pinned=pinned, **options)
+    assert [(m.misses, m.evictions, m.loaded_bytes) for m in found.models] == [
+        (misses[m.name], evictions[m.name], loaded[m.name]) for m in found.models
+    ]
+    residency.check()
 
 
 def test_a_plan_that_cannot_be_is_refused() -> None:
@@ -126,6 +185,14 @@ def test_a_plan_that_cannot_be_is_refused() -> None:
     refused(UnknownModel, lambda: plan(SIZES, ["a"], 100, pinned=["e"]), "'e'")
     refused(InvalidRequest, lambda: plan({"a": -1}, ["a"], 100), "'a'", "-1 bytes")
     refused(InvalidRequest, lambda: plan({"a": {"x": 5, "y": -2}}, [], 100), "'a'", "-2 bytes")
+    for size in ("3", 3.0, True, None):
+        no_size: Any = size
+        for weights in (no_size, {"x": 5, "y": no_size}):
+            refused(InvalidRequest, lambda w=weights: plan({"a": w}, [], 100), f"'a' cannot have {size!r} bytes")
+        refused(InvalidRequest, lambda n=no_size: plan(SIZES, [], n), "budget must be", f"got {size!r}")
+        refused(
+            InvalidRequest, lambda n=no_size: plan(SIZES, [], 9, host_budget=n), "host_budget must be", f"got {size!r}"
+        )
     refused(TooLarge, lambda: plan(SIZES, ["a", "d"], 99), "'d'", "100", "99")
     refused(PinnedNoRoom, lambda: plan(SIZES, ["d"], 100, pinned=["a"]), "'d'", "40", "100")
     assert plan(SIZES, ["a"], 50).misses == 1  # d does not fit, and nobody asks for it
@@ -178,8 +245,10 @@ def test_a_plan_prints_as_a_table_that_says_it_is_simulated() -> None:
 def test_traces_are_names_or_json_lines() -> None:
     lines = ["a\n", "", '  {"model": "b", "time": 1.5}', '{"model": "c"}', "d e "]
     assert read_trace(lines) == ["a", (1.5, "b"), (0.0, "c"), "d e"]
-    for line in ("{", '{"time": 1}', '{"model": "a", "time": "late"}'):
-        refused(InvalidRequest, lambda text=line: read_trace(["a", text]), "line 2", line)
+    no_names = [f'{{"model": {name}}}' for name in ("null", "5", '""')]
+    no_times = [f'{{"model": "a", "time": {time}}}' for time in ('"late"', '"nan"', "NaN", "null", "9" * 400)]
+    for line in ("{", '{"time": 1}', *no_names, *no_times):
+        refused(InvalidRequest, lambda text=line: read_trace(["a", text]), "line 2", line[:90])
 
 
 def test_importing_the_simulation_loads_no_torch() -> None:
@@ -293,12 +362,27 @@ def test_events_can_be_measured_and_drawn_as_those_of_a_real_lane() -> None:
     assert {event.model for event in result.of("a").events} == {"a"}
 
 
+def test_a_run_in_which_nothing_is_over_is_json_too() -> None:
+    for result in (simulate(), simulate(Arrival(0.0, "a", 1, 1)).of("b")):
+        facts = json.loads(json.dumps(result.as_dict(), allow_nan=False))
+        assert facts["requests"] == 0 and facts["ttft"] == dict.fromkeys(["mean", "p50", "p90", "p99"])
+
+
 @pytest.mark.parametrize("percent", [0, 50, 90, 99, 100])
 def test_percentiles_are_those_of_numpy(percent: float) -> None:
     result = simulate(*(Arrival(0.4 * i, "a", 1 + i % 4, 2) for i in range(23)))
     latencies = [one.latency for one in result.served]
     assert result.percentile("latency", percent) == pytest.approx(np.percentile(latencies, percent))
     assert result.mean("latency") == pytest.approx(np.mean(latencies))
+
+
+def test_measures_that_there_are_not_are_refused() -> None:
+    for result in (simulate(), simulate(Arrival(0.0, "a", 1, 1))):
+        for call in (result.values, result.mean, partial(result.percentile, percent=50)):
+            refused(InvalidRequest, partial(call, "speed"), "'speed'", "ttft, tpot, latency, longest_gap")
+        for percent in (-1, 101, float("nan"), "50", True):
+            wrong: Any = percent
+            refused(InvalidRequest, partial(result.percentile, "ttft", wrong), f"got {percent!r}")
 
 
 def test_a_run_that_cannot_be_is_refused() -> None:
@@ -308,10 +392,20 @@ def test_a_run_that_cannot_be_is_refused() -> None:
     refused(InvalidRequest, lambda: simulate(one, lane_policy="chaos"), "chaos", "byte-drr")
     refused(InvalidRequest, lambda: simulate(one, policy="chaos"), "chaos", "gdsf")
     for name in ("quantum", "prefill_chunk", "max_batch"):
-        refused(InvalidRequest, lambda option=name: simulate(one, **{option: 0}), name, "got 0")
-    for name, value in (("seconds", -1.0), ("seconds", float("nan")), ("prompt_tokens", 0), ("output_tokens", 0)):
-        changed: Any = {name: value}
-        refused(InvalidRequest, lambda c=changed: replace(one, **c), "at least 1 token", f"{name}={value}")
+        for value in (0, 1.5, "2", True):
+            refused(InvalidRequest, lambda o=name, v=value: simulate(one, **{o: v}), name, f"got {value!r}")
+    for name, values in (
+        ("seconds", (-1.0, float("nan"), inf, "0", True)),
+        ("prompt_tokens", (0, 1.5, "1", True)),
+        ("output_tokens", (0, 2.0, None)),
+    ):
+        for value in values:
+            changed: Any = {name: value}
+            refused(InvalidRequest, lambda c=changed: replace(one, **c), "at least 1 token", f"{name}={value!r}")
+    for changed in ({"priority": 0.5}, {"priority": True}, {"deadline": float("nan")}, {"deadline": "soon"}):
+        refused(InvalidRequest, lambda c=changed: replace(one, **c), "priority", "deadline")
+    for changed in ({"params": -1.0}, {"params": "8B"}, {"kv_bytes_per_token": 0.5}, {"kv_bytes_per_token": -1}):
+        refused(InvalidRequest, lambda c=changed: replace(FLEET["a"], **c), "params", "bytes a token")
 
 
 ARRIVALS = st.builds(
@@ -435,3 +529,10 @@ def test_the_lane_that_stays_with_a_model_swaps_least() -> None:
         for policy in ("fcfs", "batch-by-model", "byte-drr")
     }
     assert swaps["batch-by-model"] < swaps["fcfs"] / 2
+
+
+@pytest.mark.parametrize("num_requests", [300, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_lane_that_falls_behind_does_not_spend_its_time_on_paging(num_requests: int) -> None:
+    requests = workloads.arrivals(CODE, workloads.TRACED, num_requests, seed=0)
+    result = workloads.traced_lane(requests, "byte-drr")
+    assert len(result.served) == num_requests and result.swaps < num_requests / 10
