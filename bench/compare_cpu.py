@@ -78,7 +78,7 @@ def llama_cpp(path: str, threads: int, batch: int) -> Callable[[str], float]:
 
     params = xllamacpp.CommonParams()
     params.model.path = path
-    params.n_ctx, params.n_parallel = max(1024, 256 * batch), batch
+    params.n_ctx, params.n_parallel = 1024 * batch, batch
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(params)
 

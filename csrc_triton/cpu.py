@@ -18,12 +18,15 @@ Promise: row r of a result depends on row r alone.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from csrc_triton.fused import RopeTable
 
 SCHEMES = ("f32", "f16", "i8", "i4", "w8a8")
+OMP_PAUSE_SOFT = 1  # of omp_pause_resource_t
 ALIGNED = 64  # bytes, as torch allocates
 ROW_TILE = 16  # rows of one product or attention tile; 4 and 8 do not agree with 16
 VECTOR = 16  # complex64 numbers in one step of torch's widest loop
@@ -57,6 +61,26 @@ def refuse_device(name: str, tensor: Tensor) -> None:
     """What is called runs on the CPU."""
     if not tensor.is_cpu:
         raise ValueError(f"{name}: no kernel for {tensor.device} in this version; move the tensors to the CPU")
+
+
+def release_threads() -> None:
+    """Give back the threads that torch keeps for the calling one; its next large operation makes new ones.
+
+    GNU OpenMP lets threads spin between two parallel regions only while the process has no more of them than cores:
+    the idle threads of a second caller make each region of the first sleep and wake, at half the speed.
+    """
+    if (pause := _openmp_pause()) is not None:
+        pause(OMP_PAUSE_SOFT)
+
+
+@functools.cache
+def _openmp_pause() -> Callable[[int], int] | None:
+    """omp_pause_resource_all (OpenMP 5.0) of the library that torch brings."""
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
+        with contextlib.suppress(OSError, AttributeError):
+            pause: Callable[[int], int] = ctypes.CDLL(str(path)).omp_pause_resource_all
+            return pause
+    return None
 
 
 # ---- packed weights ----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
+from csrc_triton.cpu import release_threads
 from polymodel.batch import Batch, check_size
 from polymodel.checkpoint import Checkpoint, open_checkpoint, resolve
 from polymodel.config import DEFAULT_DOMAIN, PUBLIC_DOMAIN, EngineConfig, KVKey, ModelConfig, Weights
@@ -415,6 +416,7 @@ class Engine:
 
     async def _until(self, request: Request, done: Callable[[], bool]) -> None:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        release_threads()
 
         def wake() -> None:
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more

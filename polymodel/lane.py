@@ -21,6 +21,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from csrc_triton.cpu import release_threads
 from csrc_triton.pages import KVLayout
 from polymodel.accept import accept_chain
 from polymodel.config import DEFAULT_DOMAIN, PAGE_TOKENS, EngineConfig
@@ -177,6 +178,7 @@ class Lane:
     def wait_until(self, work: Work, done: Callable[[], bool]) -> None:
         """Until the work has come so far. Whoever holds the lane drives it."""
         if not self._is_held:
+            release_threads()
             return work.signal.wait(done)
         if self._is_in_step:
             raise InvalidRequest("a hook or a sink waits for the lane that runs it; hand the work in without waiting")
@@ -319,6 +321,7 @@ class Lane:
                     return True
                 if due is None and until <= now:
                     break
+                release_threads()
                 self._wake.wait((until if due is None else due) - now)
             self._thread = None
             atexit.unregister(self._stop)

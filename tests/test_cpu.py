@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -489,3 +490,13 @@ def test_rotations_add_up() -> None:
 
     assert_close(by(by(x, 63), 500), by(x, 563).double(), 3e-7)
     assert_close(by(by(x, 63), -63), x.double(), 3e-7)
+
+
+def test_threads_that_are_given_back_are_gone_and_come_again(threads: int) -> None:
+    torch.set_num_threads(2)
+    x = torch.randn(512, 512)
+    before = torch.mm(x, x)
+    count = len(os.listdir("/proc/self/task"))
+    cpu.release_threads()
+    assert len(os.listdir("/proc/self/task")) < count and torch.get_num_threads() == 2
+    assert torch.equal(torch.mm(x, x), before)
