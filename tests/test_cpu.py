@@ -153,7 +153,7 @@ def test_half_panels_take_the_bytes_they_state(shape: tuple[int, int]) -> None:
     before = allocated()
     panels = cpu.HalfPanels(weight)
     # malloc and the handle itself take a few kilobytes more
-    assert panels.nbytes <= allocated() - before <= panels.nbytes + 8192
+    assert panels.nbytes <= allocated() - before <= panels.nbytes + 16384
 
 
 def test_zero_group_weights_pack_to_zero() -> None:

@@ -1096,11 +1096,13 @@ def test_a_thread_that_cannot_start_refuses_the_request(engine: Engine, paths: P
 
 @pytest.mark.parametrize("waiter", ["request", "session", "stream"])
 def test_an_interrupted_wait_cancels_what_it_waited_for(
-    engine: Engine, paths: Paths, alone: Alone, waiter: str
+    engine: Engine, paths: Paths, alone: Alone, waiter: str, request: pytest.FixtureRequest
 ) -> None:
     engine.add("llama", paths["llama"])
     main = threading.get_ident()
     count = itertools.count(1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def interrupt(token: int) -> None:
         time.sleep(0.002)
