@@ -18,13 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness import demo_model
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
 from polymodel import Engine
-from polymodel.checkpoint import resolve
 from polymodel.config import Weights
-from polymodel.errors import FetchFailed
 from polymodel.kv import PageList
 from polymodel.model import Panel, forward
 from polymodel.sample import greedy
@@ -117,10 +116,7 @@ class Decoder:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    try:
-        path = resolve("smollm2")
-    except FetchFailed as error:
-        pytest.skip(str(error))
+    path = demo_model()
     with Engine(budget="1GiB", kv_budget="512MiB") as engine:
         for weights in ("q8", "w8a8"):
             engine.add(weights, path, weights=weights)

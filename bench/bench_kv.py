@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from harness import demo_model
 
 from polymodel import Engine, EngineConfig
-from polymodel.checkpoint import open_checkpoint, perturbed, resolve
+from polymodel.checkpoint import open_checkpoint, perturbed
 from polymodel.config import KVKey
-from polymodel.errors import FetchFailed
 from polymodel.kv import Arena, PageList
 from polymodel.prefix import PrefixCache
 from polymodel.session import Session
@@ -117,10 +117,7 @@ def test_cache(benchmark: Any, filled: Filled, act: str) -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    try:
-        path = resolve("smollm2")
-    except FetchFailed as error:
-        pytest.skip(str(error))
+    path = demo_model()
     with Engine(budget="1GiB", kv_budget="256MiB", config=EngineConfig(prefill_chunk=PREFIX)) as engine:
         engine.add("m", path)
         engine.add("sibling", perturbed(open_checkpoint(path), 24, seed=0))

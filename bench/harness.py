@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +33,8 @@ from csrc_triton.attention_plan import PAGE
 from csrc_triton.fused import RopeTable, rope_table
 from csrc_triton.pages import KVLayout
 from csrc_triton.quant import GGUF, QTensor, dense, from_gguf, num_segments, quantize
+from polymodel.checkpoint import resolve
+from polymodel.errors import FetchFailed
 
 ROOT = Path(__file__).resolve().parents[1]
 MIN_COPIES, MAX_COPIES = 16, 512
@@ -397,3 +400,11 @@ def write_json(path: Path, content: Any) -> None:
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(json.dumps(content, indent=1) + "\n")
     fresh.replace(path)
+
+
+def demo_model() -> Path:
+    """The pulled demo model; the bench is skipped where it is absent."""
+    try:
+        return resolve("smollm2")
+    except FetchFailed as error:
+        pytest.skip(str(error))

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from polymodel.batch import Batch as Batch
     from polymodel.config import EngineConfig as EngineConfig
     from polymodel.engine import Engine as Engine
-    from polymodel.engine import Output as Output
     from polymodel.events import Event as Event
     from polymodel.events import chrome_trace as chrome_trace
     from polymodel.events import timeline as timeline
+    from polymodel.output import Output as Output
     from polymodel.session import Session as Session
     from polymodel.share import Verdict as Verdict
     from polymodel.share import can_share as can_share
@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Batch": "batch",
     "Engine": "engine",
-    "Output": "engine",
+    "Output": "output",
     "Session": "session",
     "EngineConfig": "config",
     "Event": "events",

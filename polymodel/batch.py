@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from polymodel.config import ModelConfig
-from polymodel.errors import InvalidRequest
+from polymodel.errors import InvalidRequest, brief
 from polymodel.events import Kind
 from polymodel.sample import greedy_one
-from polymodel.session import Session, brief, check_ids, listed
+from polymodel.session import Session, check_ids, listed
 
 Pick = Callable[[int, Tensor], int]  # row of the batch, its logits [vocab] -> token
 Choose = Callable[[Tensor], int | None]

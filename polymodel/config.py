@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from types import UnionType
 from typing import Literal
 
 from polymodel.errors import InvalidRequest
@@ -158,13 +159,13 @@ class EngineConfig:
                 raise InvalidRequest(f"EngineConfig.{name} must be True or False, got {getattr(self, name)!r}")
         for name in _SECONDS:
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and value >= 0):
+            if value is not None and not (is_number(value) and value >= 0):
                 raise InvalidRequest(f"EngineConfig.{name} must be seconds from 0 on, or None, got {value!r}")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool):
+            if not is_number(value, int):
                 raise InvalidRequest(f"EngineConfig.{name} must be an integer, got {value!r}")
             if value < least:
                 raise InvalidRequest(f"EngineConfig.{name} must be at least {least}, got {value}")
@@ -188,8 +189,9 @@ _LEAST = {
 _OPTIONAL = ("threads", "prefix_budget", "prefix_tokens")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_number(value: object, kind: type | UnionType = int | float) -> bool:
+    """A number that can be compared; True and False are none."""
+    return isinstance(value, kind) and not isinstance(value, bool) and value == value
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 from polymodel.engine import Engine
+from polymodel.output import Pieces
 from polymodel.sequence import Sequence as Request
 
 POLL = 0.1  # seconds between two looks at what would stop the text
@@ -19,35 +20,12 @@ POLL = 0.1  # seconds between two looks at what would stop the text
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from polymodel.tokenizer import DecodeStream
-
-
-class Text:
-    """The text of one request, as far as it has come."""
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self.request = request
-        self._stream: DecodeStream = engine[request.model].tokenizer.decode_stream()
-        self._seen = 0
-        self._is_flushed = False
-
-    def new(self) -> str:
-        """What has come since the last call."""
-        request, output = self.request, self.request.output
-        shown = output[:-1] if output and output[-1] in request.stop_ids else output
-        text = "".join(map(self._stream.push, shown[self._seen :]))
-        self._seen = len(shown)
-        if request.is_over and not self._is_flushed:
-            self._is_flushed = True
-            text += self._stream.flush()
-        return text
-
 
 def follow(
     engine: Engine, requests: Sequence[Request], is_stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[tuple[int, str]]:
     """(index of the request, new text) as it comes. Leaving it cancels what still runs."""
-    texts, changed = [Text(engine, request) for request in requests], threading.Event()
+    texts, changed = [Pieces(request) for request in requests], threading.Event()
     with ExitStack() as stack:
         for request in requests:
             stack.callback(engine.cancel, request)
@@ -56,7 +34,7 @@ def follow(
         while not is_last and not is_stopped():
             is_last = all(request.is_over for request in requests)  # before looking: nothing comes after it
             for i, text in enumerate(texts):
-                if new := text.new():
+                if new := "".join(text.take()):
                     yield i, new
             if not is_last:
                 changed.wait(POLL)

@@ -174,8 +174,8 @@ class Demo:
 def _turn(engine: Engine, turn: Any, start: float) -> dict[str, Any]:
     """A turn with the rows of the forwards inside it."""
 
-    def rows(kind: Any) -> int:
-        return sum(e.tokens for e in engine.events.of(kind) if turn.start <= e.start and e.stop <= turn.stop)
+    def rows(*kinds: Any) -> int:
+        return sum(e.tokens for e in engine.events.of(*kinds) if turn.start <= e.start and e.stop <= turn.stop)
 
     return {
         "model": turn.model,
@@ -183,7 +183,7 @@ def _turn(engine: Engine, turn: Any, start: float) -> dict[str, Any]:
         "seconds": turn.stop - turn.start,
         "sequences": turn.sequences,
         "prefill_rows": rows("prefill"),
-        "decode_rows": rows("decode"),
+        "decode_rows": rows("decode", "verify"),
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType, UnionType
+from types import TracebackType
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -18,56 +18,23 @@ import torch
 from csrc_triton.cpu import release_threads
 from polymodel.batch import Batch, check_size
 from polymodel.checkpoint import Checkpoint, open_checkpoint, resolve
-from polymodel.config import DEFAULT_DOMAIN, PUBLIC_DOMAIN, EngineConfig, KVKey, ModelConfig, Weights
+from polymodel.config import DEFAULT_DOMAIN, PUBLIC_DOMAIN, EngineConfig, KVKey, ModelConfig, Weights, is_number
 from polymodel.control import pick_drafter
-from polymodel.errors import InvalidRequest, NotShareable
+from polymodel.errors import CorruptCheckpoint, InvalidRequest, NotShareable, UnsupportedModel, brief
 from polymodel.events import Events, max_concurrent
 from polymodel.kv import Arena, PageList
 from polymodel.lane import Lane
 from polymodel.ledger import Ledger, format_bytes, parse_bytes
+from polymodel.output import Metrics, Output, Pieces, output_of
 from polymodel.prefix import Lease, common_length
 from polymodel.residency import Hosted, Progress, Residency
+from polymodel.schedule import check_weight
 from polymodel.sequence import Context, Feed, LogitsProcessor
 from polymodel.sequence import Sequence as Request
-from polymodel.session import Session, brief, check_ids
+from polymodel.session import Session, check_ids
 from polymodel.share import Verdict, can_share
 from polymodel.sim import H200, Hardware, Plan, plan
 from polymodel.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """What a request cost. Times in seconds; counts of tokens."""
-
-    queue_seconds: float  # from submission to its first forward
-    time_to_first_token: float  # from submission
-    decode_seconds: float  # first token to last
-    tokens_per_second: float  # after the first token, the time included that others had the lane; 0.0 for one token
-    num_prompt_tokens: int
-    num_cached_tokens: int  # of the prompt: their pages were taken over
-    num_resumed_tokens: int  # of the prompt: a sibling's lower layers were taken over
-    num_prefill_token_layers: int  # tokens prefilled, times the layers that each went through
-    num_output_tokens: int
-    num_preemptions: int  # times it gave its pages up for an older request
-    num_target_forwards: int  # after the prefill
-    num_drafted: int
-    num_accepted: int
-    draft_acceptance_rate: float
-    mean_acceptance_length: float  # tokens a target forward yielded
-    acceptance_histogram: tuple[int, ...]  # rounds by number of accepted tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What a request gave."""
-
-    model: str
-    prompt_ids: list[int]
-    tokens: list[int]  # the stop token included
-    text: str
-    finish_reason: str  # "stop", "length" or "cancelled"
-    metrics: Metrics
-    receipt: dict[str, str]  # what decided the bits
 
 
 class Options(TypedDict, total=False):
@@ -170,8 +137,7 @@ class Engine:
         self.lane.check_open()
         if not isinstance(pin, bool):
             raise InvalidRequest(f"pin={brief(pin)}, expected True or False")
-        if isinstance(lane_share, bool) or not isinstance(lane_share, int | float) or not 0 < lane_share < math.inf:
-            raise InvalidRequest(f"lane_share={lane_share!r}, expected a finite number above 0")
+        check_weight("lane_share", lane_share)
         if not isinstance(source, str | Path | Checkpoint):
             raise InvalidRequest(f"add: {brief(source)} is no model, expected a path, a name or an open checkpoint")
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(resolve(source))
@@ -193,6 +159,8 @@ class Engine:
             with self._settled():
                 self.lane.check_open()
                 load = self.residency.begin(hosted, pin)
+            with suppress(CorruptCheckpoint, UnsupportedModel):  # whose first request says so; ids alone are taken
+                hosted.tokenizer  # noqa: B018  # made while the weights are read
             load.join(progress)
             with self.lane.exclusive():
                 self.lane.check_open()
@@ -305,12 +273,14 @@ class Engine:
         """`stream` for asyncio."""
         _check_options("astream", options)
         request = self.submit(model, prompt, **options)
-        pieces = _Pieces(request)
+        pieces = Pieces(request)
         try:
             while not pieces.is_over:
                 await self._until(request, pieces.is_ready)
                 for piece in pieces.take():
                     yield piece
+            if request.error is not None:
+                raise request.error
         finally:
             self.lane.abandon(request)
 
@@ -356,12 +326,12 @@ class Engine:
             raise InvalidRequest(
                 f"temperature={brief(temperature)} is not supported yet: this version decodes greedily, expected 0.0"
             )
-        if not _is_number(max_new_tokens, int) or max_new_tokens < 1:
+        if not is_number(max_new_tokens, int) or max_new_tokens < 1:
             raise InvalidRequest(f"max_new_tokens={brief(max_new_tokens)}, expected a number of at least 1")
         for name, number in (("priority", priority), ("seed", seed)):
-            if not _is_number(number, int):
+            if not is_number(number, int):
                 raise InvalidRequest(f"{name}={brief(number)}, expected an integer")
-        if deadline is not None and (not _is_number(deadline, int | float) or math.isnan(deadline)):
+        if deadline is not None and not is_number(deadline):
             raise InvalidRequest(f"deadline={brief(deadline)}, expected seconds from now, or None")
         if draft is not None:
             _name(draft, "draft", ", None or 'auto'")
@@ -405,12 +375,14 @@ class Engine:
         self.lane.cancel(_request("cancel", request))
 
     def _pieces(self, request: Request) -> Iterator[str]:
-        pieces = _Pieces(request)
+        pieces = Pieces(request)
         try:
             yield ""
             while not pieces.is_over:
                 self.lane.wait_until(request, pieces.is_ready)
                 yield from pieces.take()
+            if request.error is not None:
+                raise request.error
         finally:
             self.lane.abandon(request)
 
@@ -431,16 +403,7 @@ class Engine:
         """The result of a request that is over."""
         if not _request("output", request).is_over:
             raise InvalidRequest("output: the request is still running; wait for it first")
-        hosted = request.hosted or self.residency[request.model]
-        return Output(
-            model=request.model,
-            prompt_ids=request.tokens[: request.num_prompt],
-            tokens=request.output,
-            text=_text(hosted.tokenizer, _shown(request)),
-            finish_reason=request.finish_reason,
-            metrics=_metrics(request),
-            receipt=self.lane.prefill.facts(hosted),
-        )
+        return output_of(request, self.lane.prefill.facts(request.hosted))
 
     def receipt(self, model: str) -> dict[str, str]:
         """The facts that decide bits, and their digest."""
@@ -766,10 +729,6 @@ def _check_options(verb: str, options: Options) -> None:
         )
 
 
-def _is_number(value: object, kind: type | UnionType) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
 def _device(name: str) -> torch.device:
     try:
         device = torch.device("cpu" if name == "auto" else name) if isinstance(name, str) else None
@@ -790,7 +749,7 @@ def _physical_bytes() -> int:
 def _bytes(name: str, size: int | str | None, default: int) -> int:
     if size is None:
         return default
-    if not isinstance(size, str) and not _is_number(size, int):
+    if not isinstance(size, str) and not is_number(size, int):
         raise InvalidRequest(f"{name}={brief(size)}, expected a number of bytes or a string such as '2GiB'")
     try:
         return parse_bytes(size)
@@ -838,71 +797,6 @@ def _are_messages(messages: Sequence[Mapping[str, str]]) -> bool:
         not isinstance(messages, str | bytes)
         and isinstance(messages, Sequence)
         and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages)
-    )
-
-
-class _Pieces:
-    """The text of a request as it comes, for one reader."""
-
-    def __init__(self, request: Request) -> None:
-        assert request.hosted is not None
-        self._request = request
-        self._text = request.hosted.tokenizer.decode_stream(continues=True)
-        self._num_taken = 0
-        self.is_over = False
-
-    def is_ready(self) -> bool:
-        return self._request.is_over or len(_shown(self._request)) > self._num_taken
-
-    def take(self) -> Iterator[str]:
-        """What has come since; raise what the request failed with."""
-        is_last = self._request.is_over  # before looking at the tokens: none come after it
-        shown = _shown(self._request)
-        for token in shown[self._num_taken :]:
-            if piece := self._text.push(token):
-                yield piece
-        self._num_taken = len(shown)
-        if is_last:
-            self.is_over = True
-            if self._request.error is not None:
-                raise self._request.error
-            if piece := self._text.flush():
-                yield piece
-
-
-def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """What streaming these ids would have shown."""
-    stream = tokenizer.decode_stream(continues=True)
-    return "".join(map(stream.push, ids)) + stream.flush()
-
-
-def _shown(request: Request) -> list[int]:
-    """Output tokens without the stop token that ended them."""
-    output = request.output
-    return output[:-1] if output and output[-1] in request.stop_ids else output
-
-
-def _metrics(request: Request) -> Metrics:
-    count = len(request.output)
-    seconds = max(request.finished - request.first_token, 0.0) if request.first_token else 0.0
-    forwards = request.num_forwards
-    return Metrics(
-        queue_seconds=max((request.first_served or request.finished) - request.submitted, 0.0),
-        time_to_first_token=(request.first_token or time.perf_counter()) - request.submitted,
-        decode_seconds=seconds,
-        tokens_per_second=(count - 1) / seconds if count > 1 and seconds else 0.0,
-        num_prompt_tokens=request.num_prompt,
-        num_cached_tokens=min(request.num_cached, request.num_prompt),  # one that was preempted may do so again
-        num_resumed_tokens=min(request.num_resumed, request.num_prompt),
-        num_prefill_token_layers=request.num_token_layers,
-        num_output_tokens=count,
-        num_preemptions=request.num_preempted,
-        num_target_forwards=forwards,
-        num_drafted=request.num_drafted,
-        num_accepted=request.num_accepted,
-        draft_acceptance_rate=request.num_accepted / request.num_drafted if request.num_drafted else 0.0,
-        mean_acceptance_length=(count - 1) / forwards if forwards else 0.0,
-        acceptance_histogram=tuple(request.acceptance_histogram),
     )
 
 

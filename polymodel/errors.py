@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+MOST_SHOWN = 120  # characters of an argument in a message
+
 
 class PolymodelError(Exception):
     """Base of every error that polymodel raises on purpose."""
@@ -97,3 +99,9 @@ class UnsupportedModel(PolymodelError):
 
 class FetchFailed(PolymodelError):
     """A named model could not be fetched or did not match its checksum."""
+
+
+def brief(value: object) -> str:
+    """An argument in a message: its repr on one line, cut where it is long."""
+    text = " ".join(line.strip() for line in repr(value).splitlines())
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."

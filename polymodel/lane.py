@@ -36,6 +36,7 @@ from polymodel.errors import (
     NonFiniteLogits,
     QueueFull,
     UnknownModel,
+    brief,
 )
 from polymodel.events import Events, Kind
 from polymodel.kv import Arena
@@ -158,18 +159,17 @@ class Lane:
                 self._enter(feed)
 
     def wait_for(self, feeds: Seq[Feed]) -> None:
-        """Until the lane is through with them; the first error of any. If the wait is interrupted, so are they."""
+        """Until the lane is through with them. An error of one, or an interrupted wait, ends the others as well."""
         try:
             for feed in feeds:
                 self.wait(feed)
+                if feed.error is not None:
+                    raise feed.error
         except BaseException as error:
             self._ended.extend((feed, error) for feed in feeds)
             with self.exclusive():
                 self._clear_up()
             raise
-        for feed in feeds:
-            if feed.error is not None:
-                raise feed.error
 
     def wait(self, work: Work) -> None:
         """Until it is over."""
@@ -548,18 +548,18 @@ class Lane:
                 with self.events.span(kind, name, tokens=tokens, sequences=len(ready), layers=layers):
                     logits = forward(model, self.arena, panel)
                     chosen = self._choose(ready, drafts, logits)
-            except KVFull as error:
-                full = error
+            except KVFull:
+                pass  # without drafts, or with room made for each
             else:
                 self._commit_all(ready, drafts, spans, chosen, logits)
                 read = sum(len(w.context.pages) for w in ready) * model.layout.page_bytes // PAGE_TOKENS
                 return streamed + self.residency[name].plan.nbytes + read
         if any(drafts):
             return streamed + self._decode(name, model, ready, drafting=False)
-        ready = self._with_room(ready, full)
+        ready = self._with_room(ready)
         return streamed + (self._decode(name, model, ready, drafting=False) if ready else 0)
 
-    def _with_room(self, ready: list[Work], full: KVFull) -> list[Work]:
+    def _with_room(self, ready: list[Work]) -> list[Work]:
         """Those whose next token has a place now: first in line first, each makes room for itself or gives way."""
         kept = []
         for work in ready:
@@ -694,12 +694,9 @@ class Lane:
 
         Nobody gives way who is first of all: it fails. Nor does a session, which asked for its tokens now.
         """
-        others = [r for r in self.requests if r is not work and r.pages.pages]
-        if isinstance(work, Sequence):
-            others = [r for r in others if r.rank > work.rank]
-        if others:
-            self._preempt(max(others, key=lambda r: r.rank))
-        elif isinstance(work, Sequence) and any(w.rank < work.rank for w in self.requests if w is not work):
+        if self._preempt_last(after=work if isinstance(work, Sequence) else None):
+            return
+        if isinstance(work, Sequence) and any(w.rank < work.rank for w in self.requests if w is not work):
             if work.pages.pages:
                 self._preempt(work)
             work.blocked_by = "pages"
@@ -714,10 +711,16 @@ class Lane:
             try:
                 return act()
             except KVFull:
-                others = [request for request in self.requests if request.pages.pages]
-                if not others:
+                if not self._preempt_last():
                     raise
-                self._preempt(max(others, key=lambda r: r.rank))
+
+    def _preempt_last(self, after: Sequence | None = None) -> bool:
+        """The last in line that holds pages, if it comes after this one; False if there is none."""
+        last = max((r for r in self.requests if r.pages.pages), key=lambda r: r.rank, default=None)
+        if last is None or (after is not None and last.rank <= after.rank):
+            return False
+        self._preempt(last)
+        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a request's pages: to the host while its budget has room, else they are computed again. Same tokens."""
@@ -771,7 +774,7 @@ class Lane:
 def _checked(processed: object, logits: Tensor) -> Tensor:
     """What a logits_processor gave."""
     if not isinstance(processed, Tensor) or processed.shape != logits.shape:
-        found = f"a tensor of {list(processed.shape)}" if isinstance(processed, Tensor) else repr(processed)[:80]
+        found = f"a tensor of {list(processed.shape)}" if isinstance(processed, Tensor) else brief(processed)
         raise InvalidRequest(f"logits_processor gave {found}, expected a tensor of {list(logits.shape)}")
     if bool(processed.isnan().any()):
         raise InvalidRequest("logits_processor gave a NaN")

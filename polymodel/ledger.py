@@ -16,7 +16,8 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, 
 class Ledger:
     """Who holds how many bytes of which class.
 
-    kv, draft_kv and band_states are the parts of one arena, reserved whole when the engine starts.
+    kv, draft_kv and band_states are the parts of one arena. Scratch lives for one forward and graphs are not captured
+    yet, so nobody holds any.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from csrc_triton.fused import RopeTable
 from csrc_triton.pages import KVLayout
 from csrc_triton.quant import QTensor, dense, dequantize, quantize
 from polymodel.checkpoint import Checkpoint
-from polymodel.config import PAGE_TOKENS, WEIGHT_CHECKS, ModelConfig, PoolPolicy, WeightCheck, Weights
+from polymodel.config import PAGE_TOKENS, WEIGHT_CHECKS, ModelConfig, PoolPolicy, WeightCheck, Weights, is_number
 from polymodel.errors import (
     CorruptCheckpoint,
     DuplicateId,
@@ -34,7 +34,7 @@ from polymodel.errors import (
     PinnedNoRoom,
     TooLarge,
     UnknownModel,
-    UnsupportedModel,
+    brief,
 )
 from polymodel.events import Events, Kind
 from polymodel.kv import Arena
@@ -363,6 +363,7 @@ class _Load:
 
     def join(self, progress: Progress | None = None) -> None:
         """Until all is read and packed, or has failed; progress is called by who waits."""
+        cpu.release_threads()
         thread = self.thread
         while thread is not None:
             is_last = not thread.is_alive()  # before looking: nothing comes after it
@@ -383,7 +384,8 @@ class Residency:
 
     Who leaves the device goes to the host's memory if that has room, else only its file stays; what models have in
     common is in memory once. On a CPU both are the same memory, and only the budget that pays changes. All calls come
-    from one thread at a time; the one thread of its own, a prefetch, touches nothing that is not handed to it.
+    from one thread at a time; the one thread of its own, which reads a newcomer or the next model, touches nothing but
+    what is handed to it and the record of what was probed.
 
     share: find out at `add` which lower layers compute the same bits.
     ttl, host_ttl: seconds idle before a model leaves the device, and then the host's memory; None: never.
@@ -469,11 +471,11 @@ class Residency:
     def sized(self, name: str, checkpoint: Checkpoint, weights: Weights, ttl: float | None = None) -> Hosted:
         """A model that may be added, its bytes exact. Nothing has been read but headers, and nothing is changed."""
         if not isinstance(name, str) or not name.isprintable():
-            raise InvalidRequest(f"a model's name must be text in one line, got {name!r}")
+            raise InvalidRequest(f"a model's name must be text in one line, got {brief(name)}")
         if not name:
             raise EmptyId("a model needs a name, got ''")
-        if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl >= 0):
-            raise InvalidRequest(f"ttl={ttl!r}, expected seconds from 0 on, or None")
+        if ttl is not None and not (is_number(ttl) and ttl >= 0):
+            raise InvalidRequest(f"ttl={brief(ttl)}, expected seconds from 0 on, or None")
         if name in self._models:
             raise DuplicateId(f"a model named {name!r} is already there ({self._models[name].checkpoint.path})")
         config = checkpoint.config
@@ -489,8 +491,6 @@ class Residency:
     def compare(self, hosted: Hosted) -> None:
         """Read the file once for the digests that `begin` compares; changes nothing here, so any thread may do it."""
         hosted.piece_keys()
-        with suppress(CorruptCheckpoint, UnsupportedModel):  # without one, token ids alone are taken
-            hosted.vocab_digest  # noqa: B018  # cached
         if self.share:
             hosted.band_digests  # noqa: B018  # cached
 
@@ -746,22 +746,21 @@ class Residency:
 
     # ---- coming
 
-    def _bring_in(self, hosted: Hosted, pinned: bool, progress: Progress | None = None) -> Model:
+    def _bring_in(self, hosted: Hosted, pinned: bool) -> Model:
         """Reserve, load, commit. An error leaves everything as it was, and what made room is back."""
-        start, is_new = time.perf_counter(), not hosted.num_loads
+        start = time.perf_counter()
         load = self._land(hosted)
         if load is None:
             load = self._reserve(hosted, pinned)
             try:
-                num_bytes = hosted.plan.nbytes if is_new else load.num_bytes
-                with self.events.span("admit" if is_new else "page_in", hosted.name, num_bytes=num_bytes):
-                    self._fetch(load, progress)
+                with self.events.span("page_in", hosted.name, num_bytes=load.num_bytes):
+                    self._fetch(load)
                     self._commit(load)
             except BaseException as error:
                 self._roll_back(load, error)
                 raise
             load.seconds = time.perf_counter() - start
-        if self.on_swap is not None and not is_new:
+        if self.on_swap is not None:
             self.on_swap(load.seconds)
         assert hosted.model is not None
         return hosted.model

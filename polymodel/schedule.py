@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Literal
 
-from polymodel.config import LANE_POLICIES
-from polymodel.errors import InvalidRequest
+from polymodel.config import LANE_POLICIES, is_number
+from polymodel.errors import InvalidRequest, brief
 from polymodel.events import Event, max_concurrent
 
 MIN_WAIT = 5.0  # seconds; the least max_wait unless one is given
@@ -110,8 +110,7 @@ class Scheduler:
 
     def set_weight(self, model: str, weight: float) -> None:
         """A model's share of the bytes is in proportion to its weight; 1 unless set."""
-        if not (isfinite(weight) and weight > 0):
-            raise InvalidRequest(f"{model}: a lane weight must be a finite number above 0, got {weight!r}")
+        check_weight(f"{model}: a lane weight", weight)
         self._weights[model] = float(weight)
 
     def forget(self, model: str) -> None:
@@ -172,6 +171,12 @@ class Scheduler:
     def _to_end(self, model: str) -> None:
         self._places[model] = self._num_places
         self._num_places += 1
+
+
+def check_weight(what: str, weight: float) -> None:
+    """A model's share of the lane, beside the others'."""
+    if not (is_number(weight) and 0 < weight < inf):
+        raise InvalidRequest(f"{what} must be a finite number above 0, got {brief(weight)}")
 
 
 def jain(values: Sequence[float]) -> float:

@@ -95,7 +95,7 @@ def check_lane(engine: Engine, path: Path) -> str:
         _expect(outputs[i] == outputs[i + 1] == outputs[i + 2], "equal models gave different tokens")
     most = engine.max_concurrent_decode()
     _expect(most == 1, f"{most} decodes overlapped")
-    steps, turns = len(engine.events.of("decode")), len(engine.events.of("turn"))
+    steps, turns = len(engine.events.of("decode", "verify")), len(engine.events.of("turn"))
     return f"{steps} decode steps, {turns} turns, at most {most} at once"
 
 

@@ -150,11 +150,11 @@ def fail_by_hook(work: Work, error: BaseException) -> None:
 class Sequence(Context, Work):
     """A request: `tokens` is prompt and output; all of it but the last token (the pending one) gets into the pages."""
 
+    hosted: Hosted  # its model, which may be removed before its output is asked for
     max_new_tokens: int
     stop_ids: frozenset[int]
     drafter: str | None = None
     draft_pages: PageList | None = None
-    hosted: Hosted | None = None  # its model, which may be removed before its output is asked for
     logits_processor: LogitsProcessor | None = None
     on_token: Callable[[int], None] | None = None
     on_done: Callable[[Sequence], None] | None = None  # its pages are still there
@@ -275,6 +275,8 @@ class Feed(Work):
             token = None if self.choose is None else self.choose(logits)
         except BaseException as error:
             return fail_by_hook(self, error)
+        if self.is_over:  # the hook has ended its own work
+            return
         if token is None:
             return self._finish(State.DONE)
         self.into.tokens.append(token)

@@ -14,7 +14,7 @@ from typing import SupportsIndex, TypeVar
 from torch import Tensor
 
 from polymodel.config import DEFAULT_DOMAIN, ModelConfig
-from polymodel.errors import Busy, Contaminated, Forgotten, InvalidRequest, PromptTooLong
+from polymodel.errors import Busy, Contaminated, Forgotten, InvalidRequest, PromptTooLong, brief
 from polymodel.events import Kind
 from polymodel.kv import PageList, Swapped
 from polymodel.lane import Lane
@@ -25,7 +25,6 @@ from polymodel.sequence import Context, Feed
 from polymodel.session_file import read_session, write_session
 
 T = TypeVar("T")
-MOST_SHOWN = 120  # characters of an argument in a message
 
 
 class Session:
@@ -594,12 +593,6 @@ def _path(verb: str, path: str | Path) -> Path:
     if not isinstance(path, str | Path):
         raise InvalidRequest(f"{verb}: {brief(path)} is no path, expected a str or a Path")
     return Path(path)
-
-
-def brief(value: object) -> str:
-    """An argument in a message: its repr on one line, cut where it is long."""
-    text = " ".join(line.strip() for line in repr(value).splitlines())
-    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
 
 
 def listed(items: Iterable[T], what: str = "the prompt is", expected: str = "token ids") -> list[T]:

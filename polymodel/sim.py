@@ -14,7 +14,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from polymodel.config import EngineConfig, LanePolicy, PoolPolicy
+from polymodel.config import EngineConfig, LanePolicy, PoolPolicy, is_number
 from polymodel.errors import InvalidRequest, PinnedNoRoom, TooLarge, UnknownModel
 from polymodel.events import Event, Kind
 from polymodel.ledger import format_bytes
@@ -28,12 +28,8 @@ MEASURES: tuple[Measure, ...] = get_args(Measure)
 DEFAULTS = EngineConfig()
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
-
-
-def _is_whole(value: object, least: float = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_whole(value: Any, least: float = 0) -> bool:
+    return is_number(value, int) and value >= least
 
 
 # ---- hardware ----------------------------------------------------------------------------------------
@@ -56,7 +52,7 @@ class Hardware:
         if not isinstance(self.name, str):
             raise InvalidRequest(f"Hardware.name must be text, got {self.name!r}")
         for speed in fields(self)[1:]:
-            if not _is_number(value := getattr(self, speed.name)) or not value > 0:
+            if not is_number(value := getattr(self, speed.name)) or not value > 0:
                 raise InvalidRequest(f"Hardware.{speed.name} must be a number above 0, got {value!r}")
 
     @classmethod
@@ -362,7 +358,7 @@ class Simulated:
     kv_bytes_per_token: int = 0
 
     def __post_init__(self) -> None:
-        if not (_is_number(self.params) and self.params >= 0 and _is_whole(self.kv_bytes_per_token)):
+        if not (is_number(self.params) and self.params >= 0 and _is_whole(self.kv_bytes_per_token)):
             raise InvalidRequest(f"a simulated model needs params from 0 on and whole bytes a token, got {self}")
 
 
@@ -378,10 +374,10 @@ class Arrival:
     deadline: float = inf  # seconds on the same clock
 
     def __post_init__(self) -> None:
-        comes = _is_number(self.seconds) and 0 <= self.seconds < inf
+        comes = is_number(self.seconds) and 0 <= self.seconds < inf
         if not (comes and _is_whole(self.prompt_tokens, 1) and _is_whole(self.output_tokens, 1)):
             raise InvalidRequest(f"an arrival needs seconds from 0 on and at least 1 token each way (int), got {self}")
-        if not (_is_whole(self.priority, -inf) and _is_number(self.deadline)):
+        if not (_is_whole(self.priority, -inf) and is_number(self.deadline)):
             raise InvalidRequest(f"an arrival needs a whole number as priority and seconds as deadline, got {self}")
 
 
@@ -455,7 +451,7 @@ class Result:
 
     def percentile(self, measure: Measure, percent: float) -> float:
         """With linear interpolation; nan where no request is over."""
-        if not (_is_number(percent) and 0 <= percent <= 100):
+        if not (is_number(percent) and 0 <= percent <= 100):
             raise InvalidRequest(f"a percentile must be of 0 to 100 percent, got {percent!r}")
         if not (values := self.values(measure)):
             return math.nan

@@ -438,6 +438,19 @@ def test_a_hook_that_fails_leaves_every_row_as_it_was(
     assert_goes_on(engine, batch, before)
 
 
+@pytest.mark.usefixtures("held")
+def test_a_hook_that_ends_its_own_row_stays_ended(engine: Engine) -> None:
+    batch = engine.batch("m", 2, domain="mine")
+
+    def pick(row: int, logits: Tensor) -> int:
+        engine.drop_domain("mine")
+        return 7
+
+    with pytest.raises(Forgotten, match="the domain 'mine' was dropped"):
+        batch.generate([[5], [6]], 4, pick=pick)
+    assert not engine.lane.live and [row.tokens for row in batch] == [[], []]
+
+
 # ---- all rows or none --------------------------------------------------------------------------------
 
 

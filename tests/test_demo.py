@@ -105,6 +105,9 @@ def demo_of(path: Path, num_shared: int) -> dict[str, Any]:
         assert request["model"] == ask.model and 0 < len(request["tokens"]) <= 12
     assert report["drafted_equals_plain"] and report["requests"][-1]["metrics"]["num_drafted"] > 0
     assert {turn["model"] for turn in report["turns"]} == {"smol", "smol-q4", "sibling"}
+    metrics = [request["metrics"] for request in report["requests"]]
+    rows = sum(one["num_target_forwards"] + one["num_drafted"] for one in metrics)  # the pending token and the drafts
+    assert sum(turn["decode_rows"] for turn in report["turns"]) == rows
     assert sum(report["ledger"]["weights"].values()) <= report["budget"]
     layers = {tuple(verdict["models"]): verdict["layers"] for verdict in report["can_share"]}
     assert layers[("smol", "sibling")] == num_shared and layers[("smol", "smol-q4")] == 0

@@ -23,7 +23,7 @@ ORDER = {
     "polymodel": """
         errors events ledger config header gguf safetensors checkpoint chat_template tokenizer_spec tokenizer
         kv model prefix share pool schedule sim packing residency provisional sequence accept sample prefill draft
-        control lane session_file session batch engine pull console demo selfcheck cli
+        control lane session_file session batch output engine pull console demo selfcheck cli
     """,
 }
 FILES = [(package, name) for package, names in ORDER.items() for name in names.split()]

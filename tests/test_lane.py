@@ -968,9 +968,10 @@ def test_a_name_that_passes_to_another_model_takes_no_work_along(engine: Engine,
     """Of who was just handing it in: a request, and one that drafts by it."""
     engine.add("llama", paths["llama"])
     engine.add("m", paths["llama"])
-    pages = engine.lane.prefill.new_pages("m")
+    pages, hosted = engine.lane.prefill.new_pages("m"), engine.residency["m"]
     engine.remove("m")
-    late = Request(model="m", domain="d", tokens=[5], pages=pages, max_new_tokens=3, stop_ids=frozenset())
+    options: dict[str, Any] = {"domain": "d", "tokens": [5], "max_new_tokens": 3, "stop_ids": frozenset()}
+    late = Request(model="m", hosted=hosted, pages=pages, **options)
     engine.lane.submit(late)
     drafted = submit(engine, "llama", 0)
     drafted.drafter, drafted.draft_pages = "m", engine.lane.prefill.new_pages("llama")
@@ -979,19 +980,12 @@ def test_a_name_that_passes_to_another_model_takes_no_work_along(engine: Engine,
     engine.lane.turn()
     assert isinstance(late.error, errors.UnknownModel)
     engine.add("m", paths["gemma3"])
-    again = replace_pages(engine, late)
+    again = Request(model="m", hosted=hosted, pages=engine.lane.prefill.new_pages("llama"), **options)
+    engine.lane.submit(again)
     drafted.drafter, drafted.draft_pages = "m", engine.lane.prefill.new_pages("llama")
     engine.run()
     assert isinstance(again.error, errors.UnknownModel)
     assert outputs([drafted, other]) == [alone["llama", 0], alone["llama", 1]] and drafted.num_drafted == 0
-
-
-def replace_pages(engine: Engine, request: Request) -> Request:
-    """The same request again, its pages still those of the model that was there before."""
-    fields = {"model": request.model, "domain": "d", "tokens": [5], "max_new_tokens": 3, "stop_ids": frozenset()}
-    again = Request(pages=engine.lane.prefill.new_pages("llama"), **fields)
-    engine.lane.submit(again)
-    return again
 
 
 # ---- the end of a lane ---------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from tiny import write_tiny, write_tokenizer
 from csrc_triton.pages import KVLayout
 from polymodel import Engine, EngineConfig
 from polymodel.checkpoint import Checkpoint, open_checkpoint, perturbed
-from polymodel.engine import Output
 from polymodel.errors import Forgotten, InvalidRequest, KVFull, NonFiniteLogits
 from polymodel.events import token_layers
 from polymodel.kv import PageList, check_lists
+from polymodel.output import Output
 from polymodel.prefill import Prefill
 from polymodel.prefix import PrefixCache
 from polymodel.sample import greedy
