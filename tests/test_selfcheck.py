@@ -12,8 +12,9 @@ from csrc_triton.pages import KVLayout
 from polymodel import Engine
 from polymodel.engine import Request
 from polymodel.kv import Arena
+from polymodel.model import Model
 from polymodel.prefill import Prefill
-from polymodel.residency import Residency
+from polymodel.residency import Hosted, Residency
 from polymodel.selfcheck import selfcheck, write_random_model
 
 # forwards of a model this small only wait for a second thread
@@ -62,8 +63,8 @@ def test_layers_that_are_taken_over_wrongly_are_found(monkeypatch: pytest.Monkey
 def test_weights_that_change_when_loaded_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     bring_in = Residency._bring_in
 
-    def other(self: Residency, hosted, pinned, progress=None):  # type: ignore[no-untyped-def]
-        model = bring_in(self, hosted, pinned, progress)
+    def other(self: Residency, hosted: Hosted, pinned: bool) -> Model:
+        model = bring_in(self, hosted, pinned)
         model.norm.mul_(hosted.num_loads)
         return model
 
