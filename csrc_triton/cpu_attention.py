@@ -532,7 +532,7 @@ class _Committed:
 
     rows: slice  # of q
     source: _Source
-    page: Tensor  # [P] int64, where a node's key and value lie
+    page: Tensor  # [P] int64, where the key and value of a node lie, stored or computed
     slot: Tensor
     turn: Tensor | None  # [P, D / 2] complex: rotation by the position of the page a node would stand in
     tail: slice  # keys that the longest path takes
@@ -543,7 +543,7 @@ class _Committed:
 @dataclass
 class _Path:
     nodes: Tensor  # [levels] int64 in the tail's order, P beyond the leaf
-    own: Tensor  # [n] int64, the last nodes of the path: those that no earlier path holds
+    own: Tensor  # [n] int64, the tree's rows of the path's last nodes: computed ones that no earlier path holds
     depth: int  # of the first of them
     tile: _Tile
 
@@ -556,17 +556,18 @@ def _plan_trees(
     kind: _Kind,
 ) -> list[_Committed]:
     """What every layer with this window and rope shares; nodes: page and slot of each."""
-    start, plans = 0, []
+    row, node, plans = 0, 0, []
     for s, tree in enumerate(trees):
-        rows = slice(start, start + len(tree.parent))
-        leaf = tails.leaf[start]
-        entry, base, first = int(tails.entry[leaf]), int(tails.base[leaf]), int(tails.position[start])
+        rows, every = slice(row, row + tree.num_rows), slice(node, node + len(tree.parent))
+        leaf = tails.leaf[row]
+        entry, base = int(tails.entry[leaf]), int(tails.base[leaf])
+        first = int(tails.position[row]) - int(tree.depth[tree.num_stored])
         n = int(table.n[s])
         entries = [t[s, :n].long() for t in (table.ids, table.base, table.span & 255, table.span >> 8)]
         plan = _plan_tree(entries, (entry, base, first), tree, kind)
-        page, slot = (t[rows].long() for t in nodes)
+        page, slot = (t[every].long() for t in nodes)
         plans.append(_Committed(rows, plan[0], page, slot, *plan[1:], _plan_paths(tree, kind)))
-        start = rows.stop
+        row, node = rows.stop, every.stop
     return plans
 
 
@@ -595,22 +596,23 @@ def _plan_tree(
 
 
 def _plan_paths(tree: Tree, kind: _Kind) -> list[_Path]:
-    paths = []
+    paths, owner = [], torch.from_numpy(tree.owner)
     for leaf, path in enumerate(torch.from_numpy(tree.paths).long()):
-        own = path[(path >= 0) & (torch.from_numpy(tree.owner)[path] == leaf)]
-        nodes, depth = path.where(path >= 0, len(tree.parent)), int(tree.depth[int(own[0])])
-        paths.append(_Path(nodes, own, depth, _Tile.of(1, len(own), kind)))
+        own = path[(path >= tree.num_stored) & (owner[path] == leaf)]
+        if len(own):
+            nodes, depth = path.where(path >= 0, len(tree.parent)), int(tree.depth[int(own[0])])
+            paths.append(_Path(nodes, own - tree.num_stored, depth, _Tile.of(1, len(own), kind)))
     return paths
 
 
 def tree_attention_cpu(
-    q: Tensor,  # [T, Hq, D] normed, unrotated, the nodes of every tree in its order
+    q: Tensor,  # [T, Hq, D] normed, unrotated, the computed nodes of every tree in its order
     view: Tensor,  # [pages, 2, Hkv, 64, D], one layer of the arena
     table: PageTable,
     trees: Sequence[Tree],
     tails: Tails,
-    node_page: Tensor,  # [T] int32
-    node_slot: Tensor,  # [T] int32
+    node_page: Tensor,  # [nodes] int32, stored ones included
+    node_slot: Tensor,  # [nodes] int32
     rope: RopeTable,
     *,
     scale: float,
@@ -636,7 +638,7 @@ def tree_attention_cpu(
 
 
 def _attend_tree(q: Tensor, view: Tensor, scales: Tensor | None, plan: _Committed, score: _Score) -> Tensor:
-    """q [P, Hq, D] -> the same shape."""
+    """q [rows, Hq, D] -> the same shape."""
     hkv, dim = view.shape[2], view.shape[4]
     ratio = q.shape[1] // hkv
     _gather(view, scales, plan.source)

@@ -3,7 +3,8 @@
     out[i] = softmax(scale * q[i] . K^T) V   over the committed keys and those of i's ancestors and i itself
 
 A tree is parent[P], -1 for a child of the committed tail; a node at depth d stands at position prefix + d. Nodes lie
-anywhere in scratch pages, their keys rotated for the slot they would have in plain decoding (`rotation_slots`).
+anywhere in scratch pages, their keys rotated for the slot they would have in plain decoding (`rotation_slots`). The
+first num_stored nodes were computed before: they have no rows, their descendants read their keys and values.
 
 Memory: pages as in csrc_triton.pages. Committed pages serve all nodes. Every leaf has a tail of its own: the slots of
 the entry that plain decoding of its path would write to, and of the next one. A node takes the result of the first
@@ -13,6 +14,7 @@ Promise: a node's bits are those of paged_attention over the list that plain dec
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -83,19 +85,29 @@ class Tree:
     leaves: np.ndarray  # [L] nodes without children, ascending
     paths: np.ndarray  # [L, num_levels] nodes from the root to each leaf, then -1
     owner: np.ndarray  # [P] the first leaf, by its index in `leaves`, whose path holds the node
+    num_stored: int = 0  # so many first nodes lie in their places already and have no rows
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.parent) - self.num_stored
 
     @property
     def num_levels(self) -> int:
         return self.paths.shape[1]
 
 
-def token_tree(parent: Sequence[int] | Tensor) -> Tree:
-    """parent[i] < i names the node before i, or -1; at most 256 nodes in at most 64 levels."""
+def token_tree(parent: Sequence[int] | Tensor, num_stored: int = 0) -> Tree:
+    """parent[i] < i names the node before i, or -1; at most 256 nodes in at most 64 levels.
+
+    num_stored: the first nodes' keys and values lie in their places already; the others are the tree's rows.
+    """
     if isinstance(parent, Tensor) and parent.ndim != 1:
         raise TreeError(f"token_tree: parent is {tuple(parent.shape)}, expected [P]")
     parents = [operator.index(p) for p in (parent.tolist() if isinstance(parent, Tensor) else parent)]
     if not 1 <= len(parents) <= MAX_NODES:
         raise TreeError(f"token_tree: {len(parents)} nodes, expected 1..{MAX_NODES}")
+    if not 0 <= num_stored < len(parents):
+        raise TreeError(f"token_tree: num_stored is {num_stored}, expected 0..{len(parents) - 1}")
     depths: list[int] = []
     for node, above in enumerate(parents):
         if not -1 <= above < node:
@@ -111,7 +123,17 @@ def token_tree(parent: Sequence[int] | Tensor) -> Tree:
     owner = np.full(len(up), len(leaves), dtype=np.int32)
     leaf, _ = on_path = np.nonzero(paths >= 0)
     np.minimum.at(owner, paths[on_path], leaf)
-    return Tree(up, depth, leaves, paths, owner)
+    return Tree(up, depth, leaves, paths, owner, num_stored)
+
+
+def computed_nodes(trees: Sequence[Tree]) -> Tensor:
+    """Those that have rows, [T] int64: their numbers among all nodes of all trees."""
+    start, found = 0, []
+    for tree in trees:
+        end = start + len(tree.parent)
+        found.append(torch.arange(start + tree.num_stored, end))
+        start = end
+    return torch.cat(found)
 
 
 def _refusal(parents: list[int], node: int) -> str:
@@ -153,17 +175,21 @@ class Tails:
     base: Tensor  # [leaves] position of the tail's slot 0
     page: Tensor  # [leaves, 2, 64] where a slot's key and value lie, committed ones too; -1 where there is none
     slot: Tensor  # [leaves, 2, 64]
-    position: Tensor  # [T] of a node
+    position: Tensor  # [T] of a computed node
     leaf: Tensor  # [T] the leaf whose row is kept
 
 
 def tails(table: PageTable, trees: Sequence[Tree], node_page: Tensor, node_slot: Tensor) -> Tails:
-    """The tails of all leaves, sequence by sequence; everything lies in host memory."""
+    """The tails of all leaves, sequence by sequence; everything lies in host memory.
+
+    node_page, node_slot: of all nodes, stored ones included.
+    """
     seq, position = _positions(table, trees)
-    if not node_page.shape == node_slot.shape == position.shape or {node_page.dtype, node_slot.dtype} != {torch.int32}:
+    *starts, num_nodes = itertools.accumulate((len(t.parent) for t in trees), initial=0)
+    if not node_page.shape == node_slot.shape == (num_nodes,) or {node_page.dtype, node_slot.dtype} != {torch.int32}:
         raise ValueError(
             f"tree_attention: node_page is {node_page.dtype} {tuple(node_page.shape)} and node_slot {node_slot.dtype} "
-            f"{tuple(node_slot.shape)}, expected int32 {position.shape} for the nodes of {len(trees)} trees"
+            f"{tuple(node_slot.shape)}, expected int32 {(num_nodes,)} for the nodes of {len(trees)} trees"
         )
     if not (int(node_page.min()) >= 0 and 0 <= int(node_slot.min()) and int(node_slot.max()) < PAGE):
         raise ValueError(
@@ -173,7 +199,7 @@ def tails(table: PageTable, trees: Sequence[Tree], node_page: Tensor, node_slot:
     start = _tail_starts(table)
     counts = [len(t.leaves) for t in trees]
     leaf_seq = np.repeat(np.arange(len(trees)), counts)
-    node_start, leaf_start = np.searchsorted(seq, leaf_seq), np.cumsum([0, *counts[:-1]])
+    node_start, leaf_start = np.array(starts)[leaf_seq], np.cumsum([0, *counts[:-1]])
     page, slot = (np.full((len(leaf_seq), 2 * PAGE), -1, dtype=np.int32) for _ in range(2))
     at = np.arange(2 * PAGE)
     used = start.hi[leaf_seq, None]
@@ -185,7 +211,7 @@ def tails(table: PageTable, trees: Sequence[Tree], node_page: Tensor, node_slot:
     row, level = np.nonzero(paths >= 0)
     column, node = used[row, 0] + level, node_start[row] + paths[row, level]
     page[row, column], slot[row, column] = node_page.numpy()[node], node_slot.numpy()[node]
-    leaf = np.concatenate([t.owner for t in trees]) + leaf_start[seq]
+    leaf = np.concatenate([t.owner[t.num_stored :] for t in trees]) + leaf_start[seq]
     shape = (-1, 2, PAGE)
     fields = (
         leaf_seq,
@@ -200,7 +226,7 @@ def tails(table: PageTable, trees: Sequence[Tree], node_page: Tensor, node_slot:
 
 
 def rotation_slots(table: PageTable, trees: Sequence[Tree]) -> Tensor:
-    """The slot that every node would have in plain decoding, [T] int32: what append_kv rotates its key by."""
+    """The slot that every computed node would have in plain decoding, [T] int32: what append_kv rotates its key by."""
     seq, position = _positions(table, trees)
     return torch.from_numpy((position - _tail_starts(table).base[seq]) % PAGE)
 
@@ -227,14 +253,14 @@ def _tail_starts(table: PageTable) -> _TailStarts:
 
 
 def _positions(table: PageTable, trees: Sequence[Tree]) -> tuple[np.ndarray, np.ndarray]:
-    """Sequence and position of every node, [T] each."""
+    """Sequence and position of every computed node, [T] each."""
     if not trees or len(trees) != table.n.numel():
         raise ValueError(
             f"tree_attention: {len(trees)} trees for {table.n.numel()} page lists, expected one of each per sequence"
         )
-    seq = np.repeat(np.arange(len(trees)), [len(t.parent) for t in trees])
+    seq = np.repeat(np.arange(len(trees)), [t.num_rows for t in trees])
     start = _tail_starts(table)
-    return seq, (start.base + start.hi)[seq] + np.concatenate([t.depth for t in trees])
+    return seq, (start.base + start.hi)[seq] + np.concatenate([t.depth[t.num_stored :] for t in trees])
 
 
 # ---- attention ---------------------------------------------------------------------------------------
@@ -325,9 +351,10 @@ def tree_attention(
     out: Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """q [T, Hq, D], normed and unrotated, the nodes of B trees in their order -> [T, Hq, D] of q's dtype.
+    """q [T, Hq, D], normed and unrotated, the computed nodes of B trees in their order -> [T, Hq, D] of q's dtype.
 
-    table: the committed lists of the B sequences; node_page, node_slot [T] int32: where a node's key and value lie.
+    table: the committed lists of the B sequences; node_page, node_slot int32: where the keys and values of all nodes
+    lie, stored ones included.
     Windows go by position. The rest is as in paged_attention; table, node_page and node_slot are read on the host.
     """
     window = check_attention("tree_attention", q, layout, window, softcap, sinks, out)
@@ -441,7 +468,7 @@ def tree_attention_workspace_nbytes(
     """Bytes that `Workspace.scratch` needs for tree_attention of these nodes on q's device; 0 on a CPU."""
     if not runs_kernel(q):
         return 0
-    anywhere = torch.zeros(q.shape[0], dtype=torch.int32)
+    anywhere = torch.zeros(sum(len(t.parent) for t in trees), dtype=torch.int32)
     table = PageTable(*(t.cpu() for t in (table.ids, table.base, table.span, table.n)))
     found = tails(table, trees, anywhere, anywhere)
     return sum(slot_nbytes(_plan(q, layout, lists_of(table), found, window, True).num_slots, *q.shape[1:]))
@@ -463,15 +490,16 @@ def tree_attention_ref(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     by_kernels: bool = False,
+    num_stored: Sequence[int] | None = None,
 ) -> Tensor:
     """The definition in float64, node by node: climb `parent`, gather, rotate by distance, softmax."""
     out = torch.zeros(q.shape, dtype=torch.float64)
-    start = 0
+    start = row = 0
     for s, parent in enumerate(parents):
         page, slot, base = places_ref(table, s)
         prefix = int(base[-1] + slot[-1]) + 1 if len(base) else 0
         origin = int(base[-1]) if len(base) and slot[-1] < PAGE - 1 else prefix  # slot 0 of the page the nodes begin in
-        for node in range(len(parent)):
+        for node in range(num_stored[s] if num_stored else 0, len(parent)):
             path = [node]
             while parent[path[0]] >= 0:
                 path.insert(0, parent[path[0]])
@@ -483,6 +511,7 @@ def tree_attention_ref(
             behind = position[-1] - torch.cat((base + slot, position))
             seen = behind < (window or math.inf)
             turned = turned_ref(keys[seen], bases[seen] - position[-1], rope)
-            out[start + node] = row_ref(q[start + node], turned, values[seen], rope, scale, softcap, sinks)
+            out[row] = row_ref(q[row], turned, values[seen], rope, scale, softcap, sinks)
+            row += 1
         start += len(parent)
     return out

@@ -581,10 +581,17 @@ class PageList:
             return None
         return torch.from_numpy(np.array(states, dtype=np.int32)[which]), slot
 
-    def commit(self, count: int) -> None:
-        """The next `count` reserved tokens have been stored."""
+    def state_boundaries(self, stop: int) -> set[int]:
+        """Boundaries at which hidden states of the tokens from here to `stop`, reserved ones, may come to be kept."""
+        if self.length == stop or not (self.keep or self.arena.has_states):
+            return set()
+        first, last = self.num_entries(self.length + 1) - 1, self.num_entries(stop)
+        return {*self.keep}.union(*(self.arena.states(page) for page in self.pages[first:last]))
+
+    def commit(self, count: int, is_clean: bool = True) -> None:
+        """The next `count` reserved tokens have been stored; is_clean: as a fresh prefill of them would store them."""
         assert 0 <= count <= self.reserved
-        if self.clean == self.length:
+        if is_clean and self.clean == self.length:
             self.clean += count
         self.length += count
         self.reserved -= count
@@ -604,7 +611,10 @@ class PageList:
 
     @contextmanager
     def scratch(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Page ids and slots, int32, of `count` tree nodes in zeroed pages, given back at the end of the block."""
+        """Page ids and slots, int32, of `count` tree nodes in zeroed pages, given back at the end of the block.
+
+        `append_nodes` copies accepted ones into the list.
+        """
         pages = self.arena.allocate(self.layout, -(-count // PAGE_TOKENS))
         try:
             node = torch.arange(count, dtype=torch.int32)
@@ -612,21 +622,18 @@ class PageList:
         finally:
             self.arena.release(self.layout, pages)
 
-    def commit_path(self, src: Tensor) -> None:
-        """Copy accepted nodes, src [n, 2] int32 (page id, slot), into the next n reserved places and commit them."""
-        count = len(src)
-        dst = torch.stack(self.places(self.length, self.length + count), dim=1)
-        commit_path(self.arena.bytes, self.layout, src, dst)
-        self.commit(count)
-
     def rollback(self, count: int) -> None:
         """Drop the last `count` tokens: a shorter length, and pages that hold nothing any more go back. Exact."""
         if not 0 <= count <= self.length:
             raise InvalidRequest(f"rollback({count}): the sequence has {self.length} tokens, expected 0..{self.length}")
         self.length -= count
         self.clean = min(self.clean, self.length)
-        self.reserved = 0
-        keep = int(np.searchsorted(self._firsts, self.length))
+        self.unreserve()
+
+    def unreserve(self, count: int = 0) -> None:
+        """Give back what is reserved beyond `count` tokens."""
+        self.reserved = min(self.reserved, count)
+        keep = int(np.searchsorted(self._firsts, self.length + self.reserved))
         dropped = self.entries[IDS, keep:].copy()
         self._size = keep
         if keep:
@@ -846,6 +853,18 @@ def check_lists(arena: Arena, lists: Sequence[PageList], scratch: Sequence[int] 
     uses = Counter(page for pages in lists for page in pages.pages) + Counter(scratch) + Counter(arena.attached)
     owners = {page: arena.num_owners(page) for page in uses}
     assert owners == uses and len(uses) == arena.num_pages_used
+
+
+def append_nodes(lists: Sequence[PageList], paths: Sequence[Tensor], is_clean: bool = True) -> None:
+    """Copy accepted tree nodes into each list's next reserved places and commit them; lists of one arena and layout.
+
+    paths: for each list the nodes' [n, 2] int32 (page id, slot); is_clean: as in `PageList.commit`.
+    """
+    sizes = [(len(pages), len(path)) for pages, path in zip(lists, paths, strict=True)]
+    dst = [torch.stack(pages.places(at, at + n), 1) for pages, (at, n) in zip(lists, sizes, strict=True)]
+    commit_path(lists[0].arena.bytes, lists[0].layout, torch.cat(list(paths)), torch.cat(dst))
+    for pages, path in zip(lists, paths, strict=True):
+        pages.commit(len(path), is_clean)
 
 
 def pack_tables(lists: Sequence[PageList], counts: Sequence[int]) -> PageTable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import NamedTuple
 
@@ -20,8 +20,10 @@ from csrc_triton.launch import runs_kernel
 from csrc_triton.pages import KVLayout, append_kv, check_places, layer_scales, layer_view
 from csrc_triton.qmatmul import matmul, matmul_rmsnorm, swiglu_matmul
 from csrc_triton.quant import QTensor, take_rows
+from csrc_triton.tree import Tree, computed_nodes, rotation_slots, tree_attention
 from polymodel.config import ModelConfig, RopeConfig
-from polymodel.kv import Arena, PageList, pack_rows, pack_tables
+from polymodel.errors import KVFull
+from polymodel.kv import Arena, PageList, append_nodes, pack_rows, pack_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,20 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """The rows of one forward: for each sequence its pages and the tokens to append to them."""
+    """The rows of one forward: for each sequence its pages and the tokens to append to them.
+
+    Over trees nothing is appended before `commit_paths`: ids are those of a tree's nodes that are not stored yet, their
+    keys and values go to `nodes`.
+    """
 
     lists: Sequence[PageList]
     ids: Sequence[Sequence[int]]
     wanted: str = "last"  # logits of each sequence's last row, of "all" rows, or "none"
     first_layer: int = 0  # layers below it are in the pages already, and its inputs in their state pages
+    is_exact: bool = True  # what is appended is what the lists' own model gives; no states are kept of anything else
+    trees: Sequence[Tree] = ()  # one for each list; a root is a child of its last token
+    nodes: tuple[Tensor, Tensor] | None = None  # page ids and slots, int32, of all nodes of all trees
+    states: dict[int, Tensor] = field(default_factory=dict)  # boundary -> [T, hidden], left here by one over trees
 
 
 @torch.inference_mode()
@@ -79,15 +89,15 @@ def forward(
     panel: Panel,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """Store the panel's tokens in their pages and return logits [rows wanted, vocab] float32.
+    """Store the panel's tokens in their pages, or their trees' nodes; return logits [rows wanted, vocab] float32.
 
     Pages are reserved before and committed after everything, so an error leaves every list's length as it was.
-    Where a page has state pages, the residual stream is kept in them as it enters their layers.
+    Where a page has state pages, the residual stream is kept in them as it enters their layers. For trees a token a
+    level is reserved, and nothing committed: `commit_paths` does that.
     """
     config, counts = model.config, [len(ids) for ids in panel.ids]
-    for pages, count in zip(panel.lists, counts, strict=True):
-        pages.reserve(count)
-    kept = _kept_states(panel, counts)
+    _reserve(panel.lists, [tree.num_levels for tree in panel.trees] or counts)
+    kept, kept_later = _kept_states(panel, counts), _kept_later(panel)
     place = _place(panel, counts, model, arena)
     x = _states(panel, counts, model, arena) if panel.first_layer else _embedded(place.ids, model)
     run = KERNELS if runs_kernel(x) else CPU
@@ -101,15 +111,54 @@ def forward(
         if i + 1 in kept:
             rows, states, slots = kept[i + 1]
             arena.write_states(state_layout(model, arena), states, slots, x[rows.to(x.device)])
+        if i + 1 in kept_later:
+            panel.states[i + 1] = x
         if on_layer is not None:
             on_layer(i + 1, len(model.layers))
     if panel.wanted == "none":
         logits = x.new_empty(0, config.vocab_size)
     else:
         logits = run.matmul(h[place.last] if panel.wanted == "last" else h, model.head, None, torch.float32)
-    for pages, count in zip(panel.lists, counts, strict=True):
-        pages.commit(count)
+    if not panel.trees:
+        for pages, count in zip(panel.lists, counts, strict=True):
+            pages.commit(count, panel.is_exact)
     return logits
+
+
+@torch.inference_mode()
+def commit_paths(model: Model, arena: Arena, panel: Panel, paths: Sequence[Sequence[int]]) -> None:
+    """Append accepted nodes of each tree, from a root down, to its list: afterwards it is as if it had decoded them.
+
+    Hidden states are known of computed nodes only, so a list whose tree had stored ones must keep none. What was
+    reserved beyond the path goes back.
+    """
+    assert panel.nodes is not None
+    place, node, row, src = torch.stack(panel.nodes, 1), 0, 0, []
+    for pages, tree, path in zip(panel.lists, panel.trees, paths, strict=True):
+        at = torch.tensor(path, dtype=torch.int64)
+        assert tree.parent[at.numpy()].tolist() == [-1, *path][:-1], "a path goes from a root from node to child"
+        src.append(place[node + at])
+        kept = pages.place_states(len(pages), len(pages) + len(path)) if panel.is_exact else {}
+        assert not (kept and tree.num_stored), "hidden states of stored nodes are not known"
+        for boundary, (rows, states, slots) in kept.items():
+            x = panel.states[boundary]
+            arena.write_states(state_layout(model, arena), states, slots, x[(row + at[rows]).to(x.device)])
+        node, row = node + len(tree.parent), row + tree.num_rows
+    append_nodes(panel.lists, src, panel.is_exact)
+    for pages in panel.lists:
+        pages.unreserve()
+
+
+def _reserve(lists: Sequence[PageList], counts: Sequence[int]) -> None:
+    """As many tokens of each list, or KVFull and no list has more reserved than before."""
+    before = [pages.reserved for pages in lists]
+    try:
+        for pages, count in zip(lists, counts, strict=True):
+            pages.reserve(count)
+    except KVFull:
+        for pages, count in zip(lists, before, strict=True):
+            pages.unreserve(count)
+        raise
 
 
 def _embedded(ids: Tensor, model: Model) -> Tensor:
@@ -126,6 +175,8 @@ def state_layout(model: Model, arena: Arena) -> KVLayout:
 
 def _kept_states(panel: Panel, counts: list[int]) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
     """Boundary -> rows of the panel, page ids and slots: where the residual stream is kept as it enters that layer."""
+    if panel.trees or not panel.is_exact:
+        return {}
     found: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
     start = 0
     for pages, count in zip(panel.lists, counts, strict=True):
@@ -134,6 +185,14 @@ def _kept_states(panel: Panel, counts: list[int]) -> dict[int, tuple[Tensor, Ten
             found.setdefault(boundary, []).append((rows + start, ids, slots))
         start += count
     return {boundary: _cat(parts) for boundary, parts in found.items()}
+
+
+def _kept_later(panel: Panel) -> set[int]:
+    """Boundaries at which `commit_paths` may have to know the residual stream."""
+    if not panel.is_exact:
+        return set()
+    reach = [(pages, len(pages) + tree.num_levels) for pages, tree in zip(panel.lists, panel.trees, strict=False)]
+    return set().union(*(pages.state_boundaries(stop) for pages, stop in reach))
 
 
 def _states(panel: Panel, counts: list[int], model: Model, arena: Arena) -> Tensor:
@@ -160,25 +219,43 @@ class _Place:
     position: Tensor  # [T] int32
     page: Tensor  # [T] int32
     slot: Tensor  # [T] int32
+    rot_slot: Tensor  # [T] int32: the slot in plain decoding
     cu_rows: Tensor  # [B + 1] int32
     last: Tensor  # [B] int64
     tables: PageTable
+    trees: Sequence[Tree]
+    nodes: tuple[Tensor, Tensor] | None
     space: Workspace
 
 
 def _place(panel: Panel, counts: list[int], model: Model, arena: Arena) -> _Place:
-    table, space = pack_tables(panel.lists, counts), arena.workspace(model.layout)
-    position, page, slot = pack_rows(panel.lists, counts, table)
-    check_places(model.layout.num_ids(arena.bytes), (page, slot, slot), space)
+    space = arena.workspace(model.layout)
+    if panel.nodes is not None:
+        trees, rows = panel.trees, computed_nodes(panel.trees)
+        assert [tree.num_rows for tree in trees] == counts and not panel.first_layer
+        table = pack_tables(panel.lists, [0] * len(counts))
+        starts = torch.tensor([len(pages) for pages in panel.lists], dtype=torch.int32)
+        depth = torch.cat([torch.from_numpy(tree.depth[tree.num_stored :]) for tree in trees])
+        position = starts.repeat_interleave(torch.tensor(counts)) + depth
+        page, slot = (t[rows] for t in panel.nodes)
+        rot_slot = rotation_slots(table, trees)
+    else:
+        table = pack_tables(panel.lists, counts)
+        position, page, slot = pack_rows(panel.lists, counts, table)
+        rot_slot = slot
+    check_places(model.layout.num_ids(arena.bytes), (page, slot, rot_slot), space)
     ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return _Place(
         ids=torch.tensor([token for ids in panel.ids for token in ids], dtype=torch.int64, device=model.embed.device),
         position=position,
         page=page,
         slot=slot,
+        rot_slot=rot_slot,
         cu_rows=ends,
         last=ends[1:].long() - 1,
         tables=table,
+        trees=panel.trees,
+        nodes=panel.nodes,
         space=space,
     )
 
@@ -224,29 +301,21 @@ def _add(
 def _attention(run: _Run, h: Tensor, i: int, layer: Layer, model: Model, arena: Arena, place: _Place) -> Tensor:
     config = model.config
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-    rows = h.shape[0]
-    qkv = _stacked_matmul(run, h, layer.qkv, layer.qkv_bias).view(rows, heads + 2 * kv_heads, dim)
-    if run is CPU:
+    qkv = _stacked_matmul(run, h, layer.qkv, layer.qkv_bias).view(len(h), heads + 2 * kv_heads, dim)
+    if run is CPU and not place.trees:
         return _attention_cpu(qkv, i, layer, model, arena, place)
-    q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = (_head_norm(t, w, config.norm_eps) for t, w in ((q, layer.q_norm), (k, layer.k_norm)))
     rope = model.ropes[i]
-    append_kv(k, v, arena.bytes, model.layout, i, place.page, place.slot, place.slot, rope, workspace=place.space)
-    y = paged_attention(
-        q,
-        arena.bytes,
-        model.layout,
-        i,
-        place.tables,
-        place.cu_rows,
-        place.position,
-        rope,
-        scale=config.scale,
-        window=config.layer_window(i),
-        workspace=place.space,
-    )
-    return y.view(rows, heads * dim)
+    append_kv(k, v, arena.bytes, model.layout, i, place.page, place.slot, place.rot_slot, rope, workspace=place.space)
+    keys, window, space = (q, arena.bytes, model.layout, i, place.tables), config.layer_window(i), place.space
+    if place.nodes is None:
+        rows = place.cu_rows, place.position
+        y = paged_attention(*keys, *rows, rope, scale=config.scale, window=window, workspace=space)
+    else:
+        y = tree_attention(*keys, place.trees, *place.nodes, rope, scale=config.scale, window=window, workspace=space)
+    return y.view(len(qkv), heads * dim)
 
 
 def _attention_cpu(qkv: Tensor, i: int, layer: Layer, model: Model, arena: Arena, place: _Place) -> Tensor:

@@ -43,7 +43,14 @@ from csrc_triton.cpu import MIN_DISTANCE
 from csrc_triton.cpu_attention import PAGE, Workspace
 from csrc_triton.fused import RopeTable
 from csrc_triton.pages import KVLayout, commit_path, copy_pages
-from csrc_triton.tree import Tree, token_tree, tree_attention, tree_attention_ref, tree_attention_workspace_nbytes
+from csrc_triton.tree import (
+    Tree,
+    computed_nodes,
+    token_tree,
+    tree_attention,
+    tree_attention_ref,
+    tree_attention_workspace_nbytes,
+)
 
 Listed = tuple[int, int, int, int]  # page id, position of slot 0, valid slots lo, hi
 Part = tuple[int, int, int]  # sequence, first row, row behind the last
@@ -838,6 +845,33 @@ def test_siblings_that_would_win_change_nothing() -> None:
                 assert_same_bits(drafted.run()[0][node], expected[node], f"node {node}")
                 for other, (page, slot) in enumerate(drafted.places):
                     view[page, :, :, slot] = stored[other]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.int8)], ids=str)
+def test_a_tree_may_grow(dtype: torch.dtype) -> None:
+    """A part at a time, some leaves without rows: the bits of the whole trees."""
+    drafted = draft((2, 1, 16), [NO_COMMITTED, 63, 509], [BRANCHES, BRANCHES, CHAIN], dtype, window=70)
+    case, stored, table = drafted.case, [0, 0, 0], drafted.table(0, 1, 2)
+    nodes, blocks = int32(drafted.places), case.layout.blocks(case.arena)
+    views = [case.layout.view, *([case.layout.scales] if case.layout.scaled else [])]
+    with ordered(races=True):
+        whole = torch.cat(drafted.run())
+        kept = case.arena.clone()
+        blocks[nodes[:, 0].unique().long()] = 0xFF
+        for ends in ([1, 2, 1], [3, 5, 4], [8, 8, 6]):
+            parents = [t.parent[:end].tolist() for t, end in zip(drafted.trees, ends, strict=True)]
+            trees = [token_tree(parent, n) for parent, n in zip(parents, stored, strict=True)]
+            every = torch.cat([8 * s + torch.arange(n) for s, n in enumerate(ends)])
+            rows, (page, slot) = every[computed_nodes(trees)], nodes[every].T.contiguous()
+            given = drafted.q[rows], case.arena, case.layout, 0, table, trees, page, slot, case.rope
+            for at, node_slot in nodes[rows].tolist():
+                for view in views:
+                    view(case.arena, 0)[at, :, :, node_slot] = view(kept, 0)[at, :, :, node_slot]
+            y = tree_attention(*given, scale=case.scale, out=case.new_out(given[0]), **case.options)
+            assert_same_bits(y, whole[rows], f"nodes {rows.tolist()}")
+            need = tree_attention_workspace_nbytes(drafted.q[rows], case.layout, table, trees, 70)
+            assert 0 < need <= tree_attention_workspace_nbytes(drafted.q, case.layout, table, drafted.trees, 70)
+            stored = ends
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from csrc_triton.attention import page_table, paged_attention
 from csrc_triton.fused import rope_table
 from csrc_triton.pages import KVLayout, append_kv
 from polymodel.errors import Contaminated, CorruptSession, InvalidRequest, KVFull
-from polymodel.kv import Arena, PageList, Swapped, check_lists, pack_rows, pack_tables
+from polymodel.kv import Arena, PageList, Swapped, append_nodes, check_lists, pack_rows, pack_tables
 
 SUPERBLOCK = 128 << 10
 # layers, kv heads, head dim, dtype: 4, 2, 8 and 2 pages a superblock; small and tall have equal blocks
@@ -234,7 +234,7 @@ class Pages(RuleBasedStateMachine):
                 self.arena.check()
                 check_lists(self.arena, self.every, page.unique().tolist())
                 write_states(pages, [drafted[node] for node in path])
-                pages.commit_path(torch.stack((page[path], slot[path]), 1))
+                append_nodes([pages], [torch.stack((page[path], slot[path]), 1)])
 
         if not self.try_or_unchanged(lambda: pages.reserve(len(path))):
             return
@@ -1196,13 +1196,70 @@ def test_accepted_nodes_become_the_next_tokens() -> None:
         assert arena.num_pages_used == 5  # the shared one, its copy, one for the depth and two for the nodes
         write(pages, (page, slot), range(1000, 1070))
         path = [3, 69, 5, 64, 63]
-        pages.commit_path(torch.stack((page[path], slot[path]), 1))
-        pages.commit_path(torch.empty(0, 2, dtype=torch.int32))
+        append_nodes([pages], [torch.stack((page[path], slot[path]), 1)])
+        append_nodes([pages], [torch.empty(0, 2, dtype=torch.int32)])
     assert stored(pages) == [*range(1, 61), 1003, 1069, 1005, 1064, 1063] and stored(twin) == list(range(1, 61))
     assert (pages.reserved, pages.clean) == (1, 65)
     check_lists(arena, [pages, twin])
     with pages.scratch(1) as (page, slot), pytest.raises(AssertionError):
-        pages.commit_path(torch.stack((page, slot), 1).repeat(2, 1))
+        append_nodes([pages], [torch.stack((page, slot), 1).repeat(2, 1)])
+
+
+def test_nodes_of_several_lists_are_appended_at_once() -> None:
+    arena = new_arena()
+    lists = [new_list(arena, SMALL, *range(1, n + 1)) for n in (3, 63, 64)]
+    with lists[0].scratch(9) as (page, slot):
+        write(lists[0], (page, slot), range(1000, 1009))
+        nodes = torch.stack((page, slot), 1)
+        for pages in lists:
+            pages.reserve(3)
+        append_nodes(lists, [nodes[[0, 2]], nodes[[3, 4, 5]], nodes[[]]])
+    assert [stored(pages)[-3:] for pages in lists] == [[3, 1000, 1002], [1003, 1004, 1005], [62, 63, 64]]
+    assert [(len(pages), pages.clean, pages.reserved) for pages in lists] == [(5, 5, 1), (66, 66, 0), (64, 64, 3)]
+
+
+def test_what_is_not_clean_stays_so() -> None:
+    pages = new_list(new_arena(), SMALL, 1, 2, 3)
+    pages.reserve(4)
+    for is_clean, clean in ((False, 3), (True, 3)):
+        pages.commit(1, is_clean)
+        assert pages.clean == clean
+    pages.rollback(2)
+    with pages.scratch(1) as (page, slot):
+        pages.reserve(1)
+        append_nodes([pages], [torch.stack((page, slot), 1)], False)
+    assert (len(pages), pages.clean) == (4, 3)
+    with pytest.raises(Contaminated):
+        pages.dump()
+
+
+def test_what_was_reserved_goes_back() -> None:
+    arena = new_arena()
+    pages = new_list(arena, SMALL, *range(1, 61))
+    twin = pages.clone()
+    pages.reserve(200)
+    for count, entries in ((300, 5), (133, 4), (132, 3), (5, 2), (4, 1), (0, 1)):
+        pages.unreserve(count)
+        assert (pages.reserved, len(pages.pages)) == (min(count, 200), entries)
+        pages.check()
+    assert arena.num_pages_used == 2 and stored(pages) == stored(twin) == list(range(1, 61))
+    pages.free()
+    pages.reserve(1)
+    pages.unreserve()
+    assert pages.pages == []
+    check_lists(arena, [pages, twin])
+
+
+def test_boundaries_of_states_that_may_come_to_be_kept() -> None:
+    pages = new_list(new_arena(), SMALL, *range(1, 61))
+    pages.reserve(6)
+    assert pages.state_boundaries(66) == set()
+    pages.keep = (1,)
+    assert pages.state_boundaries(60) == set() and pages.state_boundaries(61) == {1}
+    pages.arena.attach(pages.pages[0], 2, states_of(pages.arena))
+    assert pages.state_boundaries(61) == pages.state_boundaries(66) == {1, 2}
+    store(pages, [61, 62, 63, 64])
+    assert pages.state_boundaries(66) == {1}
 
 
 def test_scratch_is_zeroed_and_goes_back_whatever_happens() -> None:

@@ -21,7 +21,16 @@ from torch import Tensor
 from csrc_triton.attention import PageTable, paged_attention
 from csrc_triton.cpu_attention import PAGE, Workspace
 from csrc_triton.pages import append_kv
-from csrc_triton.tree import Tree, TreeError, rotation_slots, tails, token_tree, tree_attention, tree_attention_ref
+from csrc_triton.tree import (
+    Tree,
+    TreeError,
+    computed_nodes,
+    rotation_slots,
+    tails,
+    token_tree,
+    tree_attention,
+    tree_attention_ref,
+)
 
 BRANCHES = [-1, 0, 0, 1, 1, 2, -1, 6, 7, 7, 3]  # two roots, five leaves, five levels
 CHAIN = list(range(-1, 8))
@@ -68,6 +77,28 @@ class Drafted:
         at = rotation_slots(self.table, self.trees)
         case = self.case
         append_kv(self.k, self.v, case.arena, case.layout, 0, self.page, self.slot, at, case.rope)
+
+    def grown(self, steps: Sequence[Sequence[int]], **options: Any) -> Tensor:
+        """Rows of trees that grow: step by step, up to so many nodes each. What is not stored yet is NaN."""
+        case, out = self.case, torch.full_like(self.q, math.nan)
+        case.layout.blocks(case.arena)[self.page.unique().long()] = 0xFF
+        stored = [0] * len(self.trees)
+        for ends in steps:
+            parents = [t.parent[:end].tolist() for t, end in zip(self.trees, ends, strict=True)]
+            trees = [token_tree(parent, n) for parent, n in zip(parents, stored, strict=True)]
+            every = torch.cat([torch.arange(self.rows(s).start, self.rows(s).start + n) for s, n in enumerate(ends)])
+            rows = every[computed_nodes(trees)]
+            append_kv(
+                self.k[rows], self.v[rows], case.arena, case.layout, 0,
+                self.page[rows], self.slot[rows], rotation_slots(self.table, trees), case.rope,
+            )  # fmt: skip
+            given = self.q[rows], case.arena, case.layout, 0, self.table
+            places = self.page[every], self.slot[every], case.rope
+            out[rows] = tree_attention(*given, trees, *places, scale=case.scale, **options)
+            exact = tree_attention_ref(*given, parents, *places, scale=case.scale, num_stored=stored, **options)
+            assert (out[rows] - exact).abs().max() < SLACK
+            stored = list(ends)
+        return out
 
     def decoded(self, s: int, **options: Any) -> Tensor:
         """Rows of a sequence's nodes, every path stored as decoding would, every node a row of a list of its own."""
@@ -192,6 +223,9 @@ def test_paths_climb_from_every_leaf(seed: int) -> None:
 def test_what_is_no_tree_is_refused(parent: Any, message: str) -> None:
     with pytest.raises(TreeError, match=message):
         token_tree(parent)
+    for num_stored in (-1, 3, 4):
+        with pytest.raises(TreeError, match=rf"num_stored is {num_stored}, expected 0\.\.2"):
+            token_tree([-1, 0, 0], num_stored)
     assert issubclass(TreeError, ValueError)
 
 
@@ -226,6 +260,20 @@ def test_tails_lay_committed_slots_and_paths_into_two_tiles() -> None:
     assert t.page.shape == t.slot.shape == (5, 2, 64)
     assert {x.dtype for x in vars(t).values()} == {torch.int32}
     assert rotation_slots(table, [token_tree(p) for p in parents]).tolist() == [62, 63, 0, 63, 0, 1, 0, 0]
+
+
+def test_rows_are_those_of_nodes_that_are_not_stored() -> None:
+    table = table_of([[(40, 0, 0, 62)], [(50, 0, 0, 64)]])
+    trees = [token_tree([-1, 0, 1, 0], 2), token_tree([-1, 0, 0], 1)]
+    page, slot = (torch.arange(first, first + 7, dtype=torch.int32) for first in (70, 20))
+    t = tails(table, trees, page, slot)
+    assert [tree.num_rows for tree in trees] == [2, 2]
+    assert computed_nodes(trees).tolist() == [2, 3, 5, 6]
+    assert t.position.tolist() == [64, 63, 65, 65]
+    assert t.leaf.tolist() == [0, 1, 2, 3]
+    assert rotation_slots(table, trees).tolist() == [0, 63, 1, 1]
+    whole = tails(table, [token_tree(tree.parent.tolist()) for tree in trees], page, slot)
+    assert all(torch.equal(getattr(t, name), getattr(whole, name)) for name in ("seq", "entry", "base", "page", "slot"))
 
 
 # ---- values ------------------------------------------------------------------------------------------
@@ -354,6 +402,23 @@ def test_random_trees(seed: int, threads: int) -> None:
     drafted.check(window=rng.randint(1, 800))
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": 64, "sinks": SINKS[[0, 1, 2, 0]]}, {"softcap": 9.0}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_a_tree_may_grow(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Level by level, node by node, or a part at a time, where some leaves have no rows: the bits of the whole tree."""
+    levels = [-1, -1, 0, 0, 1, 2, 2, 4, 5, 6, 7, 7]
+    prefixes: list[int | list[Entry]] = [NO_COMMITTED, 63, 64, 511, 60, TRIMMED]
+    drafted = draft((4, 2, 16), prefixes, [levels, BRANCHES, levels, levels, CHAIN, BRANCHES], dtype=dtype)
+    whole = drafted.check(**options)
+    counts = [len(t.parent) for t in drafted.trees]
+    for steps in (
+        [[2, 1, 2, 2, 1, 1], [5, 3, 5, 5, 2, 3], [8, 6, 8, 8, 3, 7], counts],
+        [*([i] * len(counts) for i in range(1, 8)), counts],
+        [[n - 1 for n in counts], counts],
+    ):
+        assert_same_bits(drafted.grown(steps, **options), whole, str(steps))
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 70}, {"softcap": 20.0}], ids=str)
 def test_a_chain_is_a_tree(options: dict[str, Any]) -> None:
     drafted = draft((9, 3, 64), [500, 62], [range(-1, 30), CHAIN])
@@ -451,6 +516,7 @@ def test_tree_attention_refuses() -> None:
         ),
         ("page", page.long(), r"node_page is torch.int64"),
         ("trees", trees[:1], r"1 trees for 2 page lists"),
+        ("trees", [token_tree(BRANCHES, 4), trees[1]], r"q has 20 rows, expected one for each of 16 positions"),
         ("q", q.clone().requires_grad_(), r"requires grad"),
     ):
         before = getattr(drafted, name)
