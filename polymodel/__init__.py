@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polymodel.batch import Batch as Batch
+    from polymodel.config import Draft as Draft
+    from polymodel.config import Drafter as Drafter
+    from polymodel.config import DynamicPrecision as DynamicPrecision
     from polymodel.config import EngineConfig as EngineConfig
+    from polymodel.control import CostTable as CostTable
     from polymodel.engine import Engine as Engine
     from polymodel.events import Event as Event
     from polymodel.events import chrome_trace as chrome_trace
@@ -21,6 +25,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _HOME = {
     "Batch": "batch",
+    "CostTable": "control",
+    "Draft": "config",
+    "Drafter": "config",
+    "DynamicPrecision": "config",
     "Engine": "engine",
     "Output": "output",
     "Session": "session",
@@ -34,6 +42,10 @@ _HOME = {
 }
 __all__ = [
     "Batch",
+    "CostTable",
+    "Draft",
+    "Drafter",
+    "DynamicPrecision",
     "Engine",
     "EngineConfig",
     "Event",

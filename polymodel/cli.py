@@ -53,6 +53,9 @@ WeightsOption = Annotated[str, typer.Option(help="file, q8, q4, w8a8, bf16 or f3
 TokensOption = Annotated[int, typer.Option(help="Tokens to generate at most.")]
 BudgetOption = Annotated[str | None, typer.Option(help="Bytes for weights, such as 2GiB.")]
 KvBudgetOption = Annotated[str | None, typer.Option(help="Bytes for KV pages, such as 256MiB.")]
+TemperatureOption = Annotated[float, typer.Option(help="0 takes the likeliest token; else one is drawn.")]
+TopPOption = Annotated[float, typer.Option(help="Draw among the fewest tokens whose probabilities reach this.")]
+SeedOption = Annotated[int, typer.Option(help="What is drawn depends on it, the position and the logits alone.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 
 
@@ -107,29 +110,38 @@ def run(
     prompt: Annotated[str, typer.Argument(help="The text to answer.")],
     weights: WeightsOption = "file",
     max_new_tokens: TokensOption = 256,
-    draft: Annotated[str | None, typer.Option(help="Model that drafts: path or name, the same one too.")] = None,
-    draft_weights: Annotated[str, typer.Option(help="The drafter's weights, as --weights.")] = "q4",
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+    draft: Annotated[
+        str,
+        typer.Option(help="Who drafts: auto, ngram, twin (the model in fewer bits), a model's path or name, or none."),
+    ] = "auto",
+    draft_weights: Annotated[str, typer.Option(help="Weights of the twin or of the drafter, as --weights.")] = "q4",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt, without the chat template.")] = False,
     budget: BudgetOption = None,
     kv_budget: KvBudgetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer one prompt; the text streams to stdout, what it cost goes to stderr."""
-    with _hosting({"model": (model, weights)}, budget, kv_budget) as engine:
-        if draft is not None:
+    is_named = draft not in ("auto", "ngram", "twin", "none")
+    with _hosting({"model": (model, weights)}, budget, kv_budget, draft_weights if draft == "twin" else None) as engine:
+        if is_named:
             _add(engine, "drafter", draft, draft_weights)
         is_chat = not raw and engine["model"].tokenizer.chat_template is not None
         asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
-        drafter = None if draft is None else "drafter"
-        request = engine.submit("model", max_new_tokens=max_new_tokens, draft=drafter, **asked)
+        drafter = "drafter" if is_named else None if draft == "none" else draft
+        sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
+        request = engine.submit("model", max_new_tokens=max_new_tokens, draft=drafter, **sampling, **asked)
         if as_json:
             engine.wait(request)
-            return _print_json(asdict(engine.output(request)) | {"model": model})
+            return _print_json(engine.output(request).report() | {"model": model})
         _stream(engine, request)
         metrics = engine.output(request).metrics
+        drafted = f", {metrics.num_accepted} of {metrics.num_drafted} drafted" if metrics.num_drafted else ""
         typer.echo(
             f"{metrics.num_output_tokens} tokens, {metrics.tokens_per_second:.1f}/s, "
-            f"first after {metrics.time_to_first_token:.2f} s",
+            f"first after {metrics.time_to_first_token:.2f} s{drafted}",
             err=True,
         )
 
@@ -140,6 +152,9 @@ def chat(
     weights: WeightsOption = "file",
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
     budget: BudgetOption = None,
     kv_budget: KvBudgetOption = None,
 ) -> None:
@@ -153,7 +168,8 @@ def chat(
                 continue
             messages.append({"role": "user", "content": said})
             try:
-                request = engine.submit("model", messages=messages, max_new_tokens=max_new_tokens, draft=None)
+                sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
+                request = engine.submit("model", messages=messages, max_new_tokens=max_new_tokens, **sampling)
                 answer = _stream(engine, request, keep_going=True)
             except PolymodelError as error:
                 hint = " (/new forgets what was said)" if isinstance(error, PromptTooLong) else ""
@@ -304,23 +320,25 @@ def _pieces_of(source: str) -> dict[Hashable, int]:
 
 
 @contextmanager
-def _hosting(models: Mapping[str, tuple[str, str]], budget: str | None, kv_budget: str | None) -> Iterator[Engine]:
-    """An engine with these models: name -> (path or name, weights)."""
+def _hosting(
+    models: Mapping[str, tuple[str, str]], budget: str | None, kv_budget: str | None, twin: str | None = None
+) -> Iterator[Engine]:
+    """An engine with these models: name -> (path or name, weights); twin: weights of the twins added with them."""
     from polymodel.config import EngineConfig
     from polymodel.engine import Engine
 
     # one model at a time, so a turn may be a single step: the text then comes token by token
     with Engine(budget=budget, kv_budget=kv_budget, config=EngineConfig(quantum=1)) as engine:
         for name, (source, weights) in models.items():
-            _add(engine, name, source, weights)
+            _add(engine, name, source, weights, twin)
         yield engine
 
 
-def _add(engine: Engine, name: str, source: str, weights: Any) -> None:
+def _add(engine: Engine, name: str, source: str, weights: Any, twin: Any = None) -> None:
     from polymodel.console import progress
 
     with progress(f"loading {source}") as bar:
-        engine.add(name, source, weights=weights, progress=bar)
+        engine.add(name, source, weights=weights, twin=twin, progress=bar)
 
 
 def _stream(engine: Engine, request: Request, keep_going: bool = False) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from types import UnionType
-from typing import Literal
+from typing import Literal, Protocol, TypeAlias
 
-from polymodel.errors import InvalidRequest
+from polymodel.errors import InvalidRequest, brief
 
 PAGE_TOKENS = 64  # slots in a KV page, and the keys of one attention tile
 
@@ -26,6 +27,12 @@ Preemption = Literal["swap", "recompute"]
 PREEMPTIONS: tuple[Preemption, ...] = ("swap", "recompute")
 WeightCheck = Literal["sampled", "full", "off"]
 WEIGHT_CHECKS: tuple[WeightCheck, ...] = ("sampled", "full", "off")
+DraftPolicy = Literal["fixed", "throttle", "gate"]  # how many tokens a fixed drafter proposes
+DRAFT_POLICIES: tuple[DraftPolicy, ...] = ("fixed", "throttle", "gate")
+LowBit = Literal["q4", "q8", "w8a8"]
+LOW_BITS: tuple[LowBit, ...] = ("q4", "q8", "w8a8")  # weights of a twin
+MAX_DRAFT = 63  # levels of a tree below the pending token
+MAX_NODES = 255  # and its nodes
 DEFAULT_DOMAIN = "default"  # of an engine whose callers name none
 PUBLIC_DOMAIN = "*"  # of prefixes that the operator opened to all
 
@@ -169,8 +176,8 @@ class EngineConfig:
                 raise InvalidRequest(f"EngineConfig.{name} must be an integer, got {value!r}")
             if value < least:
                 raise InvalidRequest(f"EngineConfig.{name} must be at least {least}, got {value}")
-        if self.draft_tokens > 63:
-            raise InvalidRequest(f"EngineConfig.draft_tokens must be in 1..63, got {self.draft_tokens}")
+        if self.draft_tokens > MAX_DRAFT:
+            raise InvalidRequest(f"EngineConfig.draft_tokens must be in 1..{MAX_DRAFT}, got {self.draft_tokens}")
 
 
 _NAMED: dict[str, tuple[str, ...]] = {
@@ -189,6 +196,83 @@ _LEAST = {
 _OPTIONAL = ("threads", "prefix_budget", "prefix_tokens")
 
 
+class Drafter(Protocol):
+    """Something of the user's own that proposes tokens. Called by the lane, for which it must not wait."""
+
+    def propose(self, tokens: Sequence[int], count: int) -> Iterable[int] | tuple[Iterable[int], Sequence[int]]:
+        """At most `count` tokens that may come after `tokens`; or (ids, parents), a tree: parents[i] < i, -1: a root.
+
+        An id that is no token ends what is drafted there. What it raises ends its request and no other.
+        """
+
+
+DrafterName: TypeAlias = "str | Drafter"
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Who drafts for a request, and how much. Whatever is drafted, the tokens are those of plain decoding.
+
+    by: "auto": whoever promises most tokens a second, by measured costs and acceptance, or nobody; the name of a hosted
+        model; "twin": the model's own low-bit twin; "ngram": what followed the last n tokens where they came before, in
+        the request or in `references`; an object with `propose`; or several of these, whose chains become one tree.
+    tokens: the most that is drafted in a row; None: EngineConfig.draft_tokens (for "auto": four times as many).
+    width: above 1, a model drafts a tree: at each node its likeliest next tokens, at most so many.
+    nodes: of a tree, the most that are verified at once; None: three for each level.
+    policy: "fixed": always `tokens`; "throttle": shorter while few are accepted; "gate": as far as this request bears
+        out what others of the pair have shown.
+    """
+
+    by: DrafterName | tuple[DrafterName, ...] = "auto"
+    tokens: int | None = None
+    width: int = 1
+    nodes: int | None = None
+    policy: DraftPolicy = "fixed"
+    min_n: int = 2  # of n-gram lookup: the shortest match
+    max_n: int = 5  # and the longest that is looked for
+    references: tuple[tuple[int, ...], ...] = ()  # token ids of texts that may be quoted
+
+    def __post_init__(self) -> None:
+        if not self.drafters or not all(isinstance(one, str) or hasattr(one, "propose") for one in self.drafters):
+            raise InvalidRequest(
+                f"Draft.by={brief(self.by)}, expected 'auto', 'ngram', 'twin', a model's name, an object with "
+                "`propose`, or several of these"
+            )
+        if len(self.drafters) > 1 and "auto" in self.drafters:
+            raise InvalidRequest(f"Draft.by={brief(self.by)}: 'auto' chooses by itself, expected it alone")
+        if self.policy not in DRAFT_POLICIES:
+            raise InvalidRequest(f"Draft.policy={brief(self.policy)}, expected one of {', '.join(DRAFT_POLICIES)}")
+        for name, most in (("tokens", MAX_DRAFT), ("nodes", MAX_NODES), ("width", 16)):
+            value = getattr(self, name)
+            if not (value is None and name != "width") and not (is_number(value, int) and 1 <= value <= most):
+                raise InvalidRequest(f"Draft.{name}={brief(value)}, expected a number in 1..{most}")
+        if self.width > 1 and (self.by == "auto" or len(self.drafters) > 1):
+            raise InvalidRequest(
+                f"Draft.width={self.width} by {brief(self.by)}: one model drafts a tree, expected its name"
+            )
+
+    @property
+    def drafters(self) -> tuple[DrafterName, ...]:
+        return tuple(self.by) if isinstance(self.by, tuple | list) else (self.by,)
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicPrecision:
+    """Let the model's low-bit twin decode a step first, in the same pages; where it is not sure, it is run in full.
+
+    A step is kept if the largest logit leads by `min_margin` and its probability is at least `min_prob`; 0 disables a
+    gate. Its tokens are not clean: they reach no cache, and no receipt vouches for them.
+    """
+
+    min_margin: float = 0.0
+    min_prob: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, most in (("min_margin", float("inf")), ("min_prob", 1.0)):
+            if not (is_number(value := getattr(self, name)) and 0.0 <= value <= most):
+                raise InvalidRequest(f"DynamicPrecision.{name}={brief(value)}, expected a number in 0..{most:g}")
+
+
 def is_number(value: object, kind: type | UnionType = int | float) -> bool:
     """A number that can be compared; True and False are none."""
     return isinstance(value, kind) and not isinstance(value, bool) and value == value
@@ -204,7 +288,7 @@ class Policy:
     segment_target: int = 264
     row_tile: int = 16
     key_rotation: str = "slot"
-    sampling: str = "argmax, ties to the lowest id"
+    sampling: str = "argmax, or Gumbel noise by splitmix64 of (seed, position, id); ties to the lowest id"
 
     def digest(self, **facts: str) -> str:
         """blake2b of the policy with what else decides bits: backend, scheme, threads, versions."""

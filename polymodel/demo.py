@@ -106,7 +106,7 @@ class Demo:
         return {
             "requests": [
                 {"model": ask.model, "prompt": ask.prompt, "draft": ask.draft}
-                | {key: value for key, value in asdict(output).items() if key != "model"}
+                | {key: value for key, value in output.report().items() if key != "model"}
                 for ask, output in zip(ASKS, self.outputs, strict=True)
             ],
             "num_tokens": self.num_tokens,

@@ -1,31 +1,533 @@
-"""Idle residents draft: a model proposes the next tokens of another model's sequence."""
+"""Who proposes tokens for a request, and how many: idle residents, its low-bit twin, lookup, or the user's own."""
 
 from __future__ import annotations
 
-from polymodel.kv import Arena
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any, SupportsIndex
+
+from torch import Tensor
+
+from polymodel.config import MAX_DRAFT, MAX_NODES, Draft, Drafter, EngineConfig
+from polymodel.control import CostTable, Option, Plan, Throttle, depth_gate, plan_round
+from polymodel.errors import CorruptCheckpoint, InvalidRequest, KVFull, UnsupportedModel, VocabMismatch, brief
+from polymodel.events import Events
+from polymodel.growth import Line, Tree, grow_chains, grow_trees, read, tree_shape
+from polymodel.kv import Arena, PageList
+from polymodel.lookup import Lookup
 from polymodel.model import Model, Panel, forward
-from polymodel.sample import greedy_one
-from polymodel.sequence import Sequence
+from polymodel.prefix import common_length
+from polymodel.proposal import Proposal, checked, merge
+from polymodel.provisional import Provisional
+from polymodel.residency import Hosted, Residency
+from polymodel.sample import Probs
+from polymodel.sequence import Drafts, PagesSink, Sequence, Work, fail_by_hook
+from polymodel.trials import AUTO_FACTOR, Trials, synchronize
+
+LEVEL_NODES = 3  # nodes of a tree for each of its levels, unless Draft.nodes says otherwise
+PAUSE = 16  # forwards without drafts by models after pages ran short
+LOOKUPS = 8  # indexes of references that are kept
+SEEN = 2  # tokens a drafter has not read after a round it took part in: the last that stood, and the target's own
+TOKENS_A_ROUND = 2  # that are expected, to divide the cost of catching up
+GATE_ERROR, GATE_LEAST = 0.15, 0.3  # of policy "gate": how far rates may lie apart, and the survival worth drafting
 
 
-def draft_chain(model: Model, arena: Arena, sequence: Sequence, count: int) -> list[int]:
-    """The drafter's own greedy continuation, `count` tokens.
+@dataclass(eq=False)
+class Part:
+    """One sequence's share of a round."""
 
-    Its pages keep what they share with the sequence; tokens it has not seen come in one prefill-shaped chunk.
-    """
-    pages = sequence.draft_pages
-    assert pages is not None
-    missing = sequence.tokens[len(pages) :]
-    drafted: list[int] = []
-    while len(drafted) < count:
-        logits = forward(model, arena, Panel([pages], [missing]))
-        missing = [greedy_one(logits[0], "drafter")]
-        drafted += missing
-    return drafted
+    proposal: Proposal = field(default_factory=Proposal.none)
+    span: Provisional | None = None
+    chains: dict[str, list[int]] = field(default_factory=dict)  # what each drafter proposed, but for trees
+    keys: dict[str, str] = field(default_factory=dict)  # drafter -> whose record it goes to, if not its own
+    lines: dict[str, Line] = field(default_factory=dict)  # of models
+    tree: Tree | None = None
+    probs: list[Probs | None] = field(default_factory=list)  # what each token of the chain was drawn from
 
 
-def settle(sequence: Sequence, num_verified: int) -> None:
-    """Drop from the drafter's pages what the target did not keep: all but the sequence's first num_verified tokens."""
-    pages = sequence.draft_pages
-    if pages is not None and len(pages) > num_verified:
-        pages.rollback(len(pages) - num_verified)
+@dataclass(eq=False)
+class Round:
+    """What is to be verified together."""
+
+    parts: list[Part]
+    streamed: int = 0  # bytes of the drafters' weights
+
+
+class Drafting:
+    """Proposes for the sequences of a round and learns from it. All calls but `resolve` come from the lane."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        residency: Residency,
+        arena: Arena,
+        events: Events,
+        costs: Mapping[str, CostTable] | None = None,
+    ) -> None:
+        self.config = config
+        self.residency = residency
+        self.arena = arena
+        self.events = events
+        self.trials = Trials(config, residency, arena, events, costs)
+        self._plans: dict[str, Plan] = {}  # the last round's, by target
+        self._lookups: dict[tuple[int, int, tuple[tuple[int, ...], ...]], Lookup] = {}
+
+    # ---- who
+
+    def resolve(self, draft: str | Draft | Drafter | None, hosted: Hosted) -> Drafts | None:
+        """What a request asks for; None: plain decoding.
+
+        UnknownModel, VocabMismatch naming the first token that differs, InvalidRequest.
+        """
+        if draft is None or not self.config.multi_model:
+            return None
+        spec = draft if isinstance(draft, Draft) else Draft(by=draft)
+        found = Drafts(spec=spec, names=[], is_auto=spec.by == "auto", pages={})
+        for drafter in spec.drafters:
+            if not isinstance(drafter, str):
+                kind = getattr(drafter, "name", type(drafter).__name__)
+                name = kind if kind not in found.own else f"{kind} {len(found.own)}"
+                found.own[name] = drafter
+                found.names.append(name)
+            elif drafter != "auto":
+                self._resolve_name(drafter, hosted, found)
+        if spec.width > 1 and not (found.pages or found.names == [hosted.twin]):
+            raise InvalidRequest(f"Draft.width={spec.width}: a model drafts a tree, expected one, not {brief(spec.by)}")
+        if found.is_auto or "ngram" in found.names:
+            found.lookup = self._lookup_of(spec.min_n, spec.max_n, tuple(map(tuple, spec.references)))
+        return found
+
+    def _resolve_name(self, name: str, hosted: Hosted, found: Drafts) -> None:
+        """A hosted model's name comes before what the word means otherwise."""
+        if name not in self.residency.hosted and name in ("ngram", "twin"):
+            if name == "twin" and hosted.twin not in self.residency.hosted:
+                raise InvalidRequest(
+                    f"draft='twin': {hosted.name!r} has no low-bit twin, expected one to be added with it: "
+                    "add(name, source, twin='q4')"
+                )
+            found.names.append(hosted.twin if name == "twin" else name)
+            return
+        if name == hosted.name:
+            raise InvalidRequest(f"draft={name!r}: a model cannot draft for itself; name another one")
+        drafter = self.residency[name]
+        if hosted.vocab_digest != drafter.vocab_digest:
+            first = hosted.tokenizer.first_difference(drafter.tokenizer)
+            raise VocabMismatch(
+                f"{name!r} cannot draft for {hosted.name!r}: their vocabularies differ, first at id {first}"
+            )
+        found.names.append(name)
+        self._make_pages(name, hosted.name, found)
+
+    def _make_pages(self, name: str, target: str, drafts: Drafts) -> None:
+        if name in self.residency.hosted and name not in drafts.pages and not self._is_in_place(name, target):
+            drafts.pages[name] = PageList(self.arena, self.residency[name].layout)
+
+    def _is_in_place(self, drafter: str, target: str) -> bool:
+        """A twin drafts in the target's own pages; verifying writes them anew."""
+        hosted = self.residency[target]
+        return drafter == hosted.twin and self.residency[drafter].layout == hosted.layout
+
+    def _lookup_of(self, min_n: int, max_n: int, references: tuple[tuple[int, ...], ...]) -> Lookup:
+        """Requests with the same references share their index, the last few of them."""
+        key = min_n, max_n, references
+        shared = self._lookups.pop(key, None) or Lookup(*key)
+        self._lookups[key] = shared
+        while len(self._lookups) > LOOKUPS:
+            self._lookups.pop(next(iter(self._lookups)), None)
+        return shared.for_another()
+
+    def mates(self, target: str) -> list[str]:
+        """Models on the device that could draft for this one."""
+        hosted = self.residency[target]
+        return [
+            name
+            for name, other in self.residency.hosted.items()
+            if name != target and other.model is not None and _vocabulary(other) == _vocabulary(hosted) != ""
+        ]
+
+    def forget(self, name: str) -> None:
+        """A model is gone."""
+        self.trials.forget(name)
+        self._plans.pop(name, None)
+
+    # ---- a round
+
+    def propose(self, target: str, works: Seq[Work], stack: ExitStack) -> Round:
+        """What each is to verify in this round. Spans, leases and scratch pages end with the stack."""
+        parts = [Part() for _ in works]
+        pairs = zip(works, parts, strict=True)
+        mine = {work: part for work, part in pairs if isinstance(work, Sequence) and work.drafts is not None}
+        if not mine:
+            return Round(parts)
+        wishes, streamed = self._wishes(target, mine, len(works))
+        for sequence, wish in wishes.items():
+            if wish:
+                mine[sequence].span = self._open_span(sequence, stack)
+                self._propose_free(sequence, mine[sequence], wish)
+        for drafter in dict.fromkeys(name for wish in wishes.values() for name in wish):
+            if drafter in self.residency.hosted:
+                asked = {s: wish[drafter] for s, wish in wishes.items() if drafter in wish and not s.is_over}
+                streamed += self._propose_by(drafter, target, asked, mine, stack)
+        for sequence, part in mine.items():
+            if not sequence.is_over:
+                self._join(sequence, part)
+        return Round(parts, streamed)
+
+    def _open_span(self, sequence: Sequence, stack: ExitStack) -> Provisional:
+        """What a round with drafts writes: the pending token and they, in the target's pages and the drafters'."""
+        lists = [sequence.pages, *_drafts(sequence).pages.values()]
+        return stack.enter_context(sequence.spans.open([PagesSink(pages, len(sequence.pages)) for pages in lists]))
+
+    def _wishes(
+        self, target: str, mine: Mapping[Sequence, Part], num_rows: int
+    ) -> tuple[dict[Sequence, dict[str, int]], int]:
+        """Of each sequence, how many tokens each drafter is to propose; and bytes streamed to know it."""
+        wishes: dict[Sequence, dict[str, int]] = {}
+        auto: dict[Sequence, int] = {}
+        for sequence in mine:
+            drafts, wish = _drafts(sequence), wishes.setdefault(sequence, {})
+            most = self._most(sequence, drafts)
+            if drafts.is_auto:
+                self._judge_untested(sequence, drafts)
+                auto[sequence] = most
+                continue
+            for name in tuple(drafts.names):
+                if name not in self.residency.hosted or self._is_usable(name, sequence, drafts):
+                    wish[name] = self._length(name, sequence, drafts, most)
+            wishes[sequence] = {name: count for name, count in wish.items() if count > 0}
+            num_rows += sum(wish.values())
+        return wishes, self._plan(target, auto, mine, wishes, num_rows) if auto else 0
+
+    def _most(self, sequence: Sequence, drafts: Drafts) -> int:
+        """A round yields one more than it accepts, and never more than are wanted."""
+        default = self.config.draft_tokens * (AUTO_FACTOR if drafts.is_auto else 1)
+        return min(drafts.spec.tokens or default, sequence.num_left - 1, MAX_DRAFT)
+
+    def _length(self, name: str, sequence: Sequence, drafts: Drafts, most: int) -> int:
+        """By the policy that the request names."""
+        if drafts.spec.policy == "throttle":
+            return min(drafts.throttles.setdefault(name, Throttle()).length, most)
+        if drafts.spec.policy == "gate" and most > 0:
+            pair = self.trials.pair(sequence.model, name)
+            observed = [row["rate"] for row in drafts.record(name).profile()]
+            return depth_gate([pair.rate(i) for i in range(most)], observed, GATE_ERROR, GATE_LEAST, most, most)
+        return most
+
+    def _is_usable(self, name: str, sequence: Sequence, drafts: Drafts) -> bool:
+        """Whether this model can draft now; only those on the device do, as far as their own context reaches."""
+        hosted, pages = self.residency[name], drafts.pages.get(name)
+        if pages is not None and pages.layout != hosted.layout:  # another model of this name
+            drafts.drop(name)
+            return False
+        return (
+            hosted.model is not None
+            and sequence.num_forwards >= drafts.paused_until
+            and len(sequence.tokens) < hosted.config.max_context
+        )
+
+    # ---- "auto"
+
+    def _plan(
+        self,
+        target: str,
+        auto: Mapping[Sequence, int],
+        mine: Mapping[Sequence, Part],
+        wishes: dict[Sequence, dict[str, int]],
+        num_rows: int,
+    ) -> int:
+        """Whoever promises most tokens a second; decoding plainly is always one of the choices."""
+        mates = self.mates(target)
+        streamed = self.trials.explore(target, mates, list(auto))
+        options = [self._options(target, sequence, most, mates, mine[sequence]) for sequence, most in auto.items()]
+        steps: dict[str, CostTable | None] = {"ngram": None} | {name: self.trials.cost(name) for name in mates}
+        plan = plan_round(self.trials.cost(target), num_rows, options, steps, self._plans.get(target))
+        self._plans[target] = plan
+        for sequence, (drafter, count) in zip(auto, plan.choices, strict=True):
+            if drafter != "ngram":
+                self._keep_untested(sequence, mine[sequence])
+            if count:
+                wishes[sequence][drafter] = count
+                self._make_pages(drafter, target, _drafts(sequence))
+        return streamed
+
+    def _options(self, target: str, sequence: Sequence, most: int, mates: Seq[str], part: Part) -> list[Option]:
+        drafts, found = _drafts(sequence), []
+        if most <= 0:
+            return []
+        if ids := self._look_up(sequence, part, most):
+            rates = self.trials.rates(target, drafts, part.keys["ngram"])
+            found.append(Option("ngram", rates.survival(len(ids))))
+        for name in mates:  # those that were tried
+            if (target, name) in self.trials.pairs and self._is_usable(name, sequence, drafts):
+                rates = self.trials.rates(target, drafts, name)
+                found.append(Option(name, rates.survival(most), self._catch_up_seconds(name, sequence, drafts)))
+        return found
+
+    def _catch_up_seconds(self, name: str, sequence: Sequence, drafts: Drafts) -> float:
+        """A round's part of what it takes a drafter to read what it has not seen."""
+        missing = len(sequence.tokens) - (len(drafts.pages[name]) if name in drafts.pages else 0)
+        if missing <= SEEN or self._is_in_place(name, sequence.model):
+            return 0.0
+        return self.trials.cost(name).seconds(missing) / max(sequence.num_left / TOKENS_A_ROUND, 1.0)
+
+    def _keep_untested(self, sequence: Sequence, part: Part) -> None:
+        """What was looked up and is not verified is compared with the tokens that come."""
+        if (ids := part.chains.pop("ngram", None)) and _drafts(sequence).untested is None:
+            _drafts(sequence).untested = part.keys["ngram"], len(sequence.tokens), ids
+
+    def _judge_untested(self, sequence: Sequence, drafts: Drafts) -> None:
+        if drafts.untested is None:
+            return
+        key, start, ids = drafts.untested
+        came = sequence.tokens[start : start + len(ids)]
+        stood = common_length(came, ids)
+        if stood < len(came) or len(came) == len(ids):
+            self.trials.observe(sequence.model, drafts, key, min(stood + 1, len(ids)), stood)
+            drafts.untested = None
+
+    # ---- lookup, and the user's own
+
+    def _look_up(self, sequence: Sequence, part: Part, count: int) -> list[int]:
+        lookup = _drafts(sequence).lookup
+        assert lookup is not None
+        ids, n = lookup.propose(sequence.tokens, count)
+        if ids:
+            part.chains["ngram"], part.keys["ngram"] = ids, f"ngram {n}"  # a longer match is right more often
+        return ids
+
+    def _propose_free(self, sequence: Sequence, part: Part, wish: Mapping[str, int]) -> None:
+        own = _drafts(sequence).own
+        for name, count in wish.items():
+            if name in own:
+                try:
+                    self._propose_own(name, own[name], sequence, part, count)
+                except BaseException as error:
+                    return fail_by_hook(sequence, error)
+            elif name == "ngram" and name not in self.residency.hosted:
+                ids = part.chains.get(name) or self._look_up(sequence, part, count)
+                del ids[count:]
+
+    def _propose_own(self, name: str, drafter: Drafter, sequence: Sequence, part: Part, count: int) -> None:
+        drafts, start = _drafts(sequence), time.perf_counter()
+        ids, parents = _given(drafter.propose(list(sequence.tokens), count))
+        made = checked(ids, parents, sequence.hosted.config.vocab_size)
+        drafts.record(name).seconds += time.perf_counter() - start
+        tree = _fitted(*made, name, count, drafts.spec.nodes or MAX_NODES)
+        if tree.is_chain:
+            part.chains[name] = list(tree.ids)
+        elif len(drafts.names) > 1 or sequence.sampler.is_rejection:
+            raise InvalidRequest(
+                f"{name} proposed a tree, expected a chain beside other drafters and with acceptance='rejection'"
+            )
+        else:
+            part.proposal = tree
+
+    # ---- models
+
+    def _propose_by(
+        self,
+        drafter: str,
+        target: str,
+        asked: Mapping[Sequence, int],
+        mine: Mapping[Sequence, Part],
+        stack: ExitStack,
+    ) -> int:
+        """One model for all sequences that ask it; bytes streamed. Where pages run short, it proposes nothing."""
+        passes: list[float] = []
+        is_in_place = self._is_in_place(drafter, target)
+        lengths = {sequence: len(sequence.pages) for sequence in asked}
+        inner = stack.enter_context(ExitStack())
+        model = inner.enter_context(self.residency.lease(drafter))
+
+        def run(panel: Panel) -> Tensor:
+            return self._forward(drafter, model, panel, passes)
+
+        try:
+            with self.arena.spare_only():
+                lines = self._lines(drafter, model, asked, is_in_place, passes)
+                self._grow(drafter, lines, mine, run, inner)
+        except KVFull:  # drafts are the first thing given up
+            inner.close()
+            for sequence in asked:
+                mine[sequence].lines.pop(drafter, None)
+                mine[sequence].tree = None
+                _drafts(sequence).paused_until = sequence.num_forwards + PAUSE
+                if drafter in _drafts(sequence).pages:
+                    _drafts(sequence).pages[drafter].free()
+        finally:
+            if is_in_place:
+                for sequence, length in lengths.items():
+                    sequence.pages.rollback(max(len(sequence.pages) - length, 0))
+        for sequence in asked:
+            _drafts(sequence).record(drafter).seconds += sum(passes) / len(asked)
+        return len(passes) * self.residency[drafter].plan.nbytes
+
+    def _lines(
+        self, name: str, model: Model, asked: Mapping[Sequence, int], is_in_place: bool, passes: list[float]
+    ) -> dict[Sequence, Line]:
+        """Of those whose drafter is at most a chunk behind; the others catch up by one."""
+        lines, chunk = {}, self.config.prefill_chunk
+        for sequence, count in asked.items():
+            drafts = _drafts(sequence)
+            pages = sequence.pages if is_in_place else drafts.pages[name]
+            missing = len(sequence.tokens) - len(pages)
+            if missing > SEEN:
+                drafts.record(name).num_catch_up += min(missing, chunk)
+            if missing > chunk:
+                ids = sequence.tokens[len(pages) : len(pages) + chunk]
+                self._forward(name, model, Panel([pages], [ids], "none"), passes)
+                continue
+            count = min(count, model.config.max_context - len(sequence.tokens))
+            vocab_size = sequence.hosted.config.vocab_size
+            lines[sequence] = Line(sequence.tokens, sequence.sampler, pages, not is_in_place, count, vocab_size)
+        return lines
+
+    def _grow(
+        self,
+        name: str,
+        lines: Mapping[Sequence, Line],
+        mine: Mapping[Sequence, Part],
+        run: Any,
+        stack: ExitStack,
+    ) -> None:
+        if not lines:
+            return
+        logits = read(list(lines.values()), run)
+        is_tree = [_drafts(sequence).spec.width > 1 for sequence in lines]
+        chains = [i for i, tree in enumerate(is_tree) if not tree]
+        grown = [i for i, tree in enumerate(is_tree) if tree]
+        sequences = list(lines)
+        for sequence, line in lines.items():
+            mine[sequence].lines[name] = line
+        if chains:
+            grow_chains([lines[sequences[i]] for i in chains], logits[chains], run)
+        if grown:
+            trees = [self._tree(name, sequences[i], lines[sequences[i]]) for i in grown]
+            for i, tree in zip(grown, trees, strict=True):
+                mine[sequences[i]].tree = tree
+            grow_trees(trees, logits[grown], run, stack)
+
+    def _tree(self, name: str, sequence: Sequence, line: Line) -> Tree:
+        spec = _drafts(sequence).spec
+        known = self.trials.ranks.setdefault((sequence.model, name), [])
+        nodes = spec.nodes or min(LEVEL_NODES * line.count, MAX_NODES)
+        return Tree(line, tree_shape(known, line.count, spec.width, nodes))
+
+    def _forward(self, name: str, model: Model, panel: Panel, passes: list[float]) -> Tensor:
+        tokens, layers = sum(map(len, panel.ids)), model.config.num_layers
+        start = time.perf_counter()
+        with self.events.span("draft", name, tokens=tokens, sequences=len(panel.lists), layers=layers):
+            logits = forward(model, self.arena, panel)
+            synchronize(logits)
+        passes.append(time.perf_counter() - start)
+        self.trials.observe_cost(name, tokens, passes[-1])
+        return logits
+
+    # ---- what is verified
+
+    def _join(self, sequence: Sequence, part: Part) -> None:
+        """One proposal of all that was drafted."""
+        drafts = _drafts(sequence)
+        for name, line in tuple(part.lines.items()):
+            if not line.is_sound:
+                drafts.drop(name)
+                del part.lines[name]
+            elif part.tree is None:
+                part.chains[name], part.probs = line.chain, line.probs
+        if part.tree is not None:
+            ((name, line),) = part.lines.items()
+            made = checked(part.tree.ids, part.tree.parents, line.vocab_size)
+            part.proposal = _fitted(*made, name, line.count, MAX_NODES)
+            if len(part.proposal) < len(part.tree.ids):  # its nodes have other numbers now
+                part.tree = None
+        chains = {name: ids for name, ids in part.chains.items() if ids}
+        if len(chains) == 1:
+            ((name, ids),) = chains.items()
+            part.proposal = Proposal.chain(ids, name)
+        elif chains:
+            rated = [
+                (name, chains[name], self._survival(sequence, part, name, len(chains[name])))
+                for name in drafts.names
+                if name in chains
+            ]
+            part.proposal = merge(rated, drafts.spec.nodes or MAX_NODES)
+
+    def _survival(self, sequence: Sequence, part: Part, name: str, count: int) -> tuple[float, ...]:
+        key = part.keys.get(name, name)
+        return self.trials.rates(sequence.model, _drafts(sequence), key).survival(count)
+
+    # ---- what it taught
+
+    def settle(self, sequence: Sequence, part: Part, path: Seq[int], gained: Seq[int]) -> None:
+        """After the verdict: nodes that stand, and the tokens gained. Drafters keep what they read of these."""
+        proposal = part.proposal
+        if not proposal.ids:
+            return
+        drafts = _drafts(sequence)
+        sequence.num_draft_rounds += 1
+        sequence.num_drafted += len(proposal.ids)
+        sequence.num_accepted += len(path)
+        histogram = sequence.acceptance_histogram
+        histogram += [0] * (len(path) + 1 - len(histogram))
+        histogram[len(path)] += 1
+        for name, chain in part.chains.items():
+            if chain:
+                self._settle_chain(sequence, drafts, part, name, chain, gained)
+        if not part.chains:
+            name, reached = proposal.by[0][0], min(proposal.depth, len(path) + 1)
+            drafts.record(name).count(len(proposal.ids), len(path), reached, len(path))
+            self.trials.observe(sequence.model, drafts, name, reached, len(path))
+            if part.tree is not None:
+                part.tree.learn(self.trials.ranks[sequence.model, name], gained)
+                if name in drafts.pages:
+                    with suppress(KVFull), self.arena.spare_only():  # without room they are read again
+                        part.tree.keep(path)
+
+    def _settle_chain(
+        self, sequence: Sequence, drafts: Drafts, part: Part, name: str, chain: list[int], gained: Seq[int]
+    ) -> None:
+        stood = common_length(chain, gained)
+        verified = sum(name in by for by in part.proposal.by)
+        reached = min(stood + 1, len(chain), len(gained))
+        drafts.record(name).count(verified, min(stood, verified), reached, stood)
+        self.trials.observe(sequence.model, drafts, part.keys.get(name, name), reached, stood)
+        if name in drafts.throttles:
+            drafts.throttles[name].record(min(stood, verified), verified)
+        if name in drafts.pages and name in part.lines:
+            pages, valid = drafts.pages[name], part.lines[name].base + min(stood, len(chain) - 1)
+            pages.rollback(max(len(pages) - valid, 0))
+
+
+def _drafts(sequence: Sequence) -> Drafts:
+    """Of a sequence that has some."""
+    assert sequence.drafts is not None
+    return sequence.drafts
+
+
+def _vocabulary(hosted: Hosted) -> str:
+    """Digest of a model's tokens, "" where its checkpoint has none that can be read."""
+    try:
+        return hosted.vocab_digest
+    except (CorruptCheckpoint, UnsupportedModel):
+        return ""
+
+
+def _given(proposed: Any) -> tuple[Any, Any]:
+    """Ids and parents, None for a chain; a pair of numbers is a chain of two."""
+    if isinstance(proposed, tuple) and len(proposed) == 2 and not isinstance(proposed[0], SupportsIndex):
+        return proposed
+    return proposed, None
+
+
+def _fitted(ids: Seq[int], parents: Seq[int], name: str, depth: int, most: int) -> Proposal:
+    """As much of a tree as may be verified: nodes down to a depth, the first so many."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    kept = [i for i in range(len(ids)) if depths[i] <= depth][:most]
+    number = {node: i for i, node in enumerate(kept)} | {-1: -1}
+    by = tuple((name,) for _ in kept)
+    return Proposal(tuple(ids[i] for i in kept), tuple(number[parents[i]] for i in kept), by)

@@ -18,22 +18,44 @@ import torch
 from csrc_triton.cpu import release_threads
 from polymodel.batch import Batch, check_size
 from polymodel.checkpoint import Checkpoint, open_checkpoint, resolve
-from polymodel.config import DEFAULT_DOMAIN, PUBLIC_DOMAIN, EngineConfig, KVKey, ModelConfig, Weights, is_number
-from polymodel.control import pick_drafter
-from polymodel.errors import CorruptCheckpoint, InvalidRequest, NotShareable, UnsupportedModel, brief
+from polymodel.config import (
+    DEFAULT_DOMAIN,
+    LOW_BITS,
+    PUBLIC_DOMAIN,
+    Draft,
+    Drafter,
+    DynamicPrecision,
+    EngineConfig,
+    KVKey,
+    LowBit,
+    ModelConfig,
+    Weights,
+    is_number,
+)
+from polymodel.control import CostTable
+from polymodel.errors import (
+    CorruptCheckpoint,
+    InvalidRequest,
+    NotExact,
+    NotShareable,
+    UnsupportedModel,
+    brief,
+)
 from polymodel.events import Events, max_concurrent
-from polymodel.kv import Arena, PageList
+from polymodel.kv import Arena
 from polymodel.lane import Lane
 from polymodel.ledger import Ledger, format_bytes, parse_bytes
 from polymodel.output import Metrics, Output, Pieces, output_of
 from polymodel.prefix import Lease, common_length
 from polymodel.residency import Hosted, Progress, Residency
+from polymodel.sample import Acceptance, Sampler, Sampling
 from polymodel.schedule import check_weight
 from polymodel.sequence import Context, Feed, LogitsProcessor
 from polymodel.sequence import Sequence as Request
-from polymodel.session import Session, check_ids
+from polymodel.session import Session, check_ids, listed
 from polymodel.share import Verdict, can_share
 from polymodel.sim import H200, Hardware, Plan, plan
+from polymodel.stop import StopStrings, checked_stops
 from polymodel.tokenizer import Tokenizer
 
 
@@ -44,9 +66,20 @@ class Options(TypedDict, total=False):
     messages: Sequence[Mapping[str, str]] | None
     max_new_tokens: int
     temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
     seed: int
+    acceptance: Acceptance
     stop_at_eos: bool
-    draft: str | None
+    stop: str | Sequence[str]
+    stop_ids: Sequence[int]
+    draft: str | Draft | Drafter | None
+    precision: DynamicPrecision | None
     domain: str
     priority: int
     deadline: float | None
@@ -68,6 +101,7 @@ class Engine:
             requests. On a CPU it is the same memory, and comes on top of the budget.
         config: everything else; budgets given here stand over it. POLYMODEL=off in the environment turns multi_model
             off: the same outputs, without drafting or sharing between models.
+        costs: by model, seconds of a forward by tokens in flight, to be taken instead of what is measured here.
 
     `table()` shows the models; `prefixes.stats` what the prefix cache holds and did; `ledger.of(kind)` bytes by owner,
     of the classes in `polymodel.ledger.CLASSES`; `events` what happened when.
@@ -80,6 +114,7 @@ class Engine:
         kv_budget: int | str | None = None,
         host_budget: int | str | None = None,
         config: EngineConfig | None = None,
+        costs: Mapping[str, CostTable] | None = None,
     ) -> None:
         self.device = _device(device)
         if config is not None and not isinstance(config, EngineConfig):
@@ -110,7 +145,7 @@ class Engine:
             host_ttl=config.host_ttl,
             weight_check=config.weight_check,
         )
-        self.lane = Lane(config, self.residency, self.arena, self.events)
+        self.lane = Lane(config, self.residency, self.arena, self.events, _costs(costs))
         self.prefixes = self.lane.prefill.cache
         self._public: list[tuple[KVKey, list[int], Lease | None]] = []  # prefixes open to all
 
@@ -122,6 +157,7 @@ class Engine:
         source: str | Path | Checkpoint,
         *,
         weights: Weights = "file",
+        twin: LowBit | None = None,
         pin: bool = False,
         lane_share: float = 1.0,
         ttl: float | None = None,
@@ -130,6 +166,8 @@ class Engine:
         """Host a model: a GGUF file, a safetensors folder, a pulled name, or an open checkpoint.
 
         weights: "file" keeps the checkpoint's own formats; "q8", "q4", "w8a8", "bf16" and "f32" convert.
+        twin: host the same model in fewer bits as well, as `name:twin`. It drafts for this one in this one's own pages,
+            so it has none and need not catch up; it is what `precision=` of a request lets decode. It goes with it.
         lane_share: its part of the lane beside the other models', where lane_policy is "byte-drr".
         ttl: seconds of idleness after which it leaves the device, over EngineConfig.ttl.
         TooLarge, PinnedNoRoom and every checkpoint error leave the engine as it was.
@@ -140,17 +178,39 @@ class Engine:
         check_weight("lane_share", lane_share)
         if not isinstance(source, str | Path | Checkpoint):
             raise InvalidRequest(f"add: {brief(source)} is no model, expected a path, a name or an open checkpoint")
+        if twin is not None and (twin not in LOW_BITS or twin == weights):
+            raise InvalidRequest(
+                f"twin={brief(twin)} of weights={weights!r}, expected another one of {', '.join(LOW_BITS)}, or None"
+            )
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(resolve(source))
         try:
             with self.lane.exclusive():
                 hosted = self.residency.sized(name, checkpoint, weights, ttl)
                 hosted.owns_checkpoint = checkpoint is not source
+                if twin is not None:  # refused before anything is read
+                    self.residency.sized(f"{name}:{twin}", checkpoint, twin, ttl)
             self._bring_in(hosted, pin, lane_share, progress)
+            if twin is not None:
+                self._add_twin(hosted, twin, lane_share, progress)
         except BaseException:
             if checkpoint is not source:
                 checkpoint.close()
             raise
         return self[name]
+
+    def _add_twin(self, hosted: Hosted, weights: LowBit, lane_share: float, progress: Progress | None) -> None:
+        """Without it the model does not stay either."""
+        name = f"{hosted.name}:{weights}"
+        try:
+            with self.lane.exclusive():
+                twin = self.residency.sized(name, hosted.checkpoint, weights, hosted.ttl)
+                twin.owns_checkpoint = hosted.owns_checkpoint
+            self._bring_in(twin, False, lane_share, progress)
+        except BaseException:
+            hosted.owns_checkpoint = False  # whoever called closes it
+            self.remove(hosted.name)
+            raise
+        hosted.twin = name
 
     def _bring_in(self, hosted: Hosted, pin: bool, lane_share: float, progress: Progress | None) -> None:
         """The lane goes on while the newcomer is read."""
@@ -160,7 +220,7 @@ class Engine:
                 self.lane.check_open()
                 load = self.residency.begin(hosted, pin)
             with suppress(CorruptCheckpoint, UnsupportedModel):  # whose first request says so; ids alone are taken
-                hosted.tokenizer  # noqa: B018  # made while the weights are read
+                hosted.vocab_digest  # noqa: B018  # with the tokenizer, made while the weights are read
             load.join(progress)
             with self.lane.exclusive():
                 self.lane.check_open()
@@ -215,11 +275,15 @@ class Engine:
             self.residency.unload(_name(name))
 
     def remove(self, name: str) -> None:
-        """Forget a model; its running requests are cancelled, its sessions' later verbs raise Forgotten."""
+        """Forget a model and its twin; its requests are cancelled, its sessions' later verbs raise Forgotten."""
         with self._settled():
-            self.residency.unload(_name(name))  # or it is refused before anything is ended
-            self.lane.remove(name)
-            self.residency.remove(name)
+            twin = self.residency[_name(name)].twin
+            gone = [one for one in (twin, name) if one in self.residency.hosted]
+            for one in gone:
+                self.residency.unload(one)  # or it is refused before anything is ended
+            for one in gone:
+                self.lane.remove(one)
+                self.residency.remove(one)
 
     @property
     def budget(self) -> int:
@@ -293,9 +357,20 @@ class Engine:
         messages: Sequence[Mapping[str, str]] | None = None,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
         seed: int = 0,
+        acceptance: Acceptance = "identity",
         stop_at_eos: bool = True,
-        draft: str | None = "auto",
+        stop: str | Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+        draft: str | Draft | Drafter | None = "auto",
+        precision: DynamicPrecision | None = None,
         domain: str = DEFAULT_DOMAIN,
         priority: int = 0,
         deadline: float | None = None,
@@ -308,8 +383,19 @@ class Engine:
         model's chat template).
 
         Args:
-            temperature, seed: not supported yet; decoding is greedy.
-            draft: another hosted model of the same vocabulary, None, or "auto", which does not draft in this version.
+            temperature: 0.0 takes the likeliest token; else the logits are divided by it and one is drawn.
+            top_k, top_p, min_p: draw among the likeliest k (0: all), the fewest whose probabilities reach p, those at
+                least so probable as a part of the likeliest; in this order.
+            repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output;
+                presence_penalty and frequency_penalty are subtracted for tokens of the output, once and as often.
+            logit_bias: token id -> added to its logit, before everything else.
+            seed: what is drawn depends on it, the position and the logits alone: not on batch, drafts or preemption.
+            acceptance: "identity": drafted or not, the tokens are the same; "rejection": standard rejection sampling,
+                which accepts more drafts, and promises the distribution only.
+            stop: texts that end the request; the text ends before the first of them. stop_ids: tokens that do.
+            draft: "auto": whoever promises most tokens a second, or nobody; the name of a hosted model of the same
+                vocabulary, "twin", "ngram", or a Draft that says more; None: nobody. The tokens are the same.
+            precision: let the model's twin decode where it is sure; the tokens are then not those of the model alone.
             domain: whose request it is; nothing cached passes from one domain to another. A front sets it from its
                 caller's credentials.
             priority: larger goes first among this model's requests, and before other models' under
@@ -322,41 +408,69 @@ class Engine:
         self.lane.check_open()
         hosted = self.residency[_name(model)]
         tokenizer = hosted.tokenizer  # a checkpoint without one is refused before any work
-        if temperature != 0.0:
-            raise InvalidRequest(
-                f"temperature={brief(temperature)} is not supported yet: this version decodes greedily, expected 0.0"
-            )
+        sampling = Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias or {},
+            seed=seed,
+            acceptance=acceptance,
+        )
+        sampling.check_vocab(hosted.config.vocab_size)
         if not is_number(max_new_tokens, int) or max_new_tokens < 1:
             raise InvalidRequest(f"max_new_tokens={brief(max_new_tokens)}, expected a number of at least 1")
-        for name, number in (("priority", priority), ("seed", seed)):
-            if not is_number(number, int):
-                raise InvalidRequest(f"{name}={brief(number)}, expected an integer")
+        if not is_number(priority, int):
+            raise InvalidRequest(f"priority={brief(priority)}, expected an integer")
         if deadline is not None and not is_number(deadline):
             raise InvalidRequest(f"deadline={brief(deadline)}, expected seconds from now, or None")
-        if draft is not None:
-            _name(draft, "draft", ", None or 'auto'")
+        if draft is not None and not isinstance(draft, Draft) and not hasattr(draft, "propose"):
+            _name(draft, "draft", ", a Draft, None or 'auto'")
+        if precision is not None and not isinstance(precision, DynamicPrecision):
+            raise InvalidRequest(f"precision={brief(precision)}, expected a DynamicPrecision, or None")
         for name, hook in (("logits_processor", logits_processor), ("on_token", on_token)):
             if hook is not None and not callable(hook):
                 raise InvalidRequest(f"{name}={brief(hook)}, expected something to call, or None")
         ids = check_ids(_prompt_ids(hosted, prompt, prompt_ids, messages), hosted.config, 0, max_new_tokens)
-        drafter = pick_drafter(draft, model, self.residency, self.config.multi_model)
+        drafts = self.lane.drafting.resolve(draft if precision is None or draft != "auto" else None, hosted)
+        if precision is not None:
+            self._check_precision(hosted, drafts is not None)
+        if sampling.acceptance == "rejection" and drafts is not None and drafts.makes_trees:
+            raise InvalidRequest(f"draft={brief(draft)}: acceptance='rejection' takes chains of one drafter, no trees")
+        ends = listed(stop_ids, "stop_ids are")
         request = Request(
             model=model,
             hosted=hosted,
             domain=check_domain(domain),
             tokens=ids,
             max_new_tokens=max_new_tokens,
-            stop_ids=frozenset(tokenizer.stop_ids) if stop_at_eos else frozenset(),
+            stop_ids=frozenset(check_ids(ends, hosted.config, 0) if ends else ())
+            | frozenset(tokenizer.stop_ids if stop_at_eos else ()),
+            stop=StopStrings(tokenizer, stops) if (stops := checked_stops(stop)) else None,
+            sampler=Sampler(sampling, len(ids)),
+            drafts=drafts,
+            precision=precision,
             pages=self.lane.prefill.new_pages(model),
             priority=priority,
             deadline=math.inf if deadline is None else time.perf_counter() + deadline,
             logits_processor=logits_processor,
             on_token=on_token,
-            drafter=drafter,
-            draft_pages=PageList(self.arena, self.residency[drafter].layout) if drafter else None,
         )
         self.lane.submit(request)
         return request
+
+    def _check_precision(self, hosted: Hosted, is_drafted: bool) -> None:
+        if hosted.twin not in self.residency.hosted:
+            raise InvalidRequest(
+                f"precision: {hosted.name!r} has no low-bit twin, expected one to be added with it: add(.., twin='q4')"
+            )
+        if self.residency[hosted.twin].layout != hosted.layout:
+            raise InvalidRequest(f"precision: {hosted.twin!r} stores keys and values otherwise than {hosted.name!r}")
+        if is_drafted:
+            raise InvalidRequest("precision and draft: a request takes one of both")
 
     def run(self) -> None:
         """Wait until no request is left."""
@@ -404,6 +518,45 @@ class Engine:
         if not _request("output", request).is_over:
             raise InvalidRequest("output: the request is still running; wait for it first")
         return output_of(request, self.lane.prefill.facts(request.hosted))
+
+    def verify_exact(self, output: Output) -> None:
+        """Decode an output's request again, plainly and from nothing cached; NotExact at the first other token.
+
+        InvalidRequest where no tokens were promised: under dynamic precision, rejection sampling, or other facts than
+        today's. A logits_processor is called again.
+        """
+        if not isinstance(output, Output):
+            raise InvalidRequest(f"verify_exact: expected an output, as `generate` gives, got {brief(output)}")
+        settings, facts = output.settings, self.receipt(output.model)
+        if settings.precision is not None or settings.sampling.acceptance == "rejection":
+            how = "dynamic precision" if settings.precision is not None else "acceptance='rejection'"
+            raise InvalidRequest(f"verify_exact: the output was made with {how}, which promises no tokens")
+        if other := [key for key in facts if output.receipt.get(key) != facts[key]]:
+            raise InvalidRequest(
+                f"verify_exact: {other[0]} is {facts[other[0]]!r}, was {output.receipt.get(other[0])!r}: other bits"
+            )
+        if not output.tokens:
+            return
+        domain = f"verify_exact {os.urandom(8).hex()}"
+        again = self.submit(
+            output.model,
+            prompt_ids=output.prompt_ids,
+            max_new_tokens=len(output.tokens),
+            draft=None,
+            domain=domain,
+            **settings.options(),
+        )
+        try:
+            self.wait(again)
+        finally:
+            self.cancel(again)
+            self.drop_domain(domain)
+        at = common_length(again.output, output.tokens)
+        if at < len(output.tokens):
+            found = again.output[at] if at < len(again.output) else f"the end ({again.finish_reason})"
+            raise NotExact(
+                f"token {at} of the output is {output.tokens[at]}, plain decoding of {output.model!r} gives {found}"
+            )
 
     def receipt(self, model: str) -> dict[str, str]:
         """The facts that decide bits, and their digest."""
@@ -555,6 +708,19 @@ class Engine:
 
     # ---- what there is
 
+    @property
+    def costs(self) -> dict[str, CostTable]:
+        """By model: seconds of a forward by tokens in flight, as far as they were measured."""
+        return self.lane.drafting.trials.costs
+
+    def measure_costs(self, model: str, rows: Sequence[int] = (1, 2, 3, 5, 9, 17), repetitions: int = 5) -> CostTable:
+        """Time forwards of so many rows now, while nothing else runs; the model's table."""
+        counts = listed(rows, "measure_costs: the rows are", "numbers of rows")
+        with self.lane.exclusive():
+            self.lane.check_open()
+            self.lane.drafting.trials.measure(_name(model), counts, repetitions)
+        return self.costs[model]
+
     def table(self) -> Table:
         """One row a model."""
         with self.lane.exclusive():
@@ -579,6 +745,7 @@ class Engine:
                     "pinned": is_in and self.residency.pool[name].pinned,
                     "row_by_row": list(hosted.notes),
                     "shares": self._shares(hosted),
+                    "twin": hosted.twin or "-",
                     "requests": sum(r.model == name for r in self.lane.requests),
                 }
             )
@@ -727,6 +894,14 @@ def _check_options(verb: str, options: Options) -> None:
         raise TypeError(
             f"{verb}() got an unexpected option {unknown[0]!r}; there are {', '.join(Options.__annotations__)}"
         )
+
+
+def _costs(costs: Mapping[str, CostTable] | None) -> Mapping[str, CostTable]:
+    if costs is None:
+        return {}
+    if not isinstance(costs, Mapping) or not all(isinstance(table, CostTable) for table in costs.values()):
+        raise InvalidRequest(f"costs={brief(costs)}, expected a CostTable for each model's name")
+    return costs
 
 
 def _device(name: str) -> torch.device:

@@ -77,6 +77,10 @@ class NonFiniteLogits(PolymodelError):
         return cls(f"{model}: a logit is NaN; the weights or the KV pages hold no finite numbers")
 
 
+class NotExact(PolymodelError):
+    """A plain replay gave another token than the output has."""
+
+
 class EngineClosed(PolymodelError):
     """The engine was closed, or its lane died; the cause is chained."""
 

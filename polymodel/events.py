@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args
 
 from polymodel.errors import InvalidRequest
 
-Forward = Literal["prefill", "decode", "verify", "draft", "prove"]  # verify is a decode round with drafts
+# verify is a decode round with drafts; shadow, a drafter tried on tokens that are known; measure, a forward timed
+Forward = Literal["prefill", "decode", "verify", "draft", "prove", "shadow", "measure"]
 Movement = Literal["admit", "page_in", "page_out", "evict", "prefetch", "preempt", "resume"]
 Kind = Literal["turn"] | Forward | Movement
 
@@ -24,6 +25,8 @@ LETTERS: dict[Kind, str] = {  # of the drawn timeline
     "verify": "V",
     "draft": "G",
     "prove": "C",
+    "shadow": "S",
+    "measure": "M",
     "admit": "A",
     "page_in": "I",
     "page_out": "O",

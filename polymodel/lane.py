@@ -7,47 +7,47 @@ thread and join or leave between two of its steps. `exclusive` holds it still, a
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from csrc_triton.cpu import release_threads
 from csrc_triton.pages import KVLayout
-from polymodel.accept import accept_chain
+from csrc_triton.tree import token_tree
+from polymodel.accept import Accepted, accept_tree
 from polymodel.config import DEFAULT_DOMAIN, PAGE_TOKENS, EngineConfig
-from polymodel.control import draft_length
-from polymodel.draft import draft_chain, settle
+from polymodel.control import CostTable
+from polymodel.draft import Drafting, Part, Round
 from polymodel.errors import (
     CorruptSession,
     DeadlineExceeded,
     EngineClosed,
     InvalidRequest,
     KVFull,
-    NonFiniteLogits,
     QueueFull,
     UnknownModel,
     brief,
 )
 from polymodel.events import Events, Kind
 from polymodel.kv import Arena
-from polymodel.model import Model, Panel, forward
+from polymodel.model import Model, Panel, commit_paths, forward
 from polymodel.prefill import Prefill, Rows, next_rows
-from polymodel.provisional import Provisional
 from polymodel.residency import Residency
-from polymodel.sample import greedy
+from polymodel.sample import greedy, top1
 from polymodel.schedule import Scheduler
 from polymodel.schedule import Work as ModelWork
-from polymodel.sequence import Context, Feed, PagesSink, Sequence, State, Work, fail_by_hook
+from polymodel.sequence import Context, Feed, Sequence, State, Work, fail_by_hook
 
 T = TypeVar("T")
 
@@ -71,13 +71,22 @@ class Holder(Protocol):
 class Lane:
     """A turn is one model and all that waits for it: a chunk of prompts and up to a quantum of decode steps."""
 
-    def __init__(self, config: EngineConfig, residency: Residency, arena: Arena, events: Events) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        residency: Residency,
+        arena: Arena,
+        events: Events,
+        costs: Mapping[str, CostTable] | None = None,
+    ) -> None:
         self.config = config
         self.residency = residency
         self.arena = arena
         self.events = events
         self.scheduler = Scheduler(config.lane_policy, max_wait=config.max_wait)
         self.prefill = Prefill(config, residency, arena, events)
+        self.drafting = Drafting(config, residency, arena, events, costs)
+        self.prefill.on_forward = self.drafting.trials.observe_cost
         self.live: list[Work] = []  # appended to from any thread, under _wake_lock
         self.sessions: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.session_numbers = count()
@@ -107,7 +116,7 @@ class Lane:
     def account(self) -> None:
         """What the arena's bytes are for."""
         ledger, cached, states = self.residency.ledger, self.prefill.cache.nbytes, self.arena.state_bytes
-        drafts = sum(r.draft_pages.nbytes for r in self.requests if r.draft_pages is not None)
+        drafts = sum(r.drafts.nbytes for r in self.requests if r.drafts is not None)
         ledger.set("kv", "prefixes", cached)
         ledger.set("kv", "arena", self.arena.nbytes - cached - states - drafts)
         ledger.set("draft_kv", "arena", drafts)
@@ -274,13 +283,14 @@ class Lane:
         for request in self.requests:
             if request.model == name:
                 request.finish("cancelled")
-            elif request.drafter == name:
-                request.drop_drafter()
+            elif request.drafts is not None:
+                request.drafts.drop(name)
         for session in list(self.sessions):
             if session.model == name:
                 session.strike(f"the model {name!r} was removed")
         self._drop_finished()
         self.scheduler.forget(name)
+        self.drafting.forget(name)
 
     @property
     def requests(self) -> list[Sequence]:
@@ -501,8 +511,7 @@ class Lane:
             for complete, logits in self.prefill.run(model, name, chunk):
                 for work in complete:
                     work.state = State.READY
-                none: list[list[int]] = [[] for _ in complete]
-                self._commit_all(complete, none, [None for _ in complete], self._choose(complete, none, logits), logits)
+                self._commit_all(model, complete, [Part() for _ in complete], logits)
         self._unblock(waits_for=("prefill",))
         return sum(len(rows.ids) for rows in chunk)
 
@@ -528,36 +537,80 @@ class Lane:
             context = work.context
             if (excess := len(context.pages) - len(context.tokens) + 1) > 0:
                 context.pages.rollback(excess)  # of a round that was interrupted before it gave tokens
-        streamed = 0
         with ExitStack() as stack:
             stack.enter_context(self._step(ready))
-            drafters = [w if drafting and isinstance(w, Sequence) and w.drafter else None for w in ready]
-            spans = [self._open_span(w, stack) if w is not None else None for w in drafters]
-            drafts = [self._draft(w) if w is not None else [] for w in drafters]
-            for drafted, draft in zip(drafters, drafts, strict=True):
-                if drafted is not None and drafted.drafter is not None and draft:
-                    streamed += len(draft) * self.residency[drafted.drafter].plan.nbytes
-            panel = Panel(
-                [w.context.pages for w in ready],
-                [[w.context.tokens[-1], *draft] for w, draft in zip(ready, drafts, strict=True)],
-                "all" if any(drafts) else "last",
-            )
+            ready, streamed = self._low_bit(name, ready) if drafting else (ready, 0)
+            drafts = self.drafting.propose(name, ready, stack) if drafting else Round([Part() for _ in ready])
+            streamed += drafts.streamed
+            pairs = [(w, part) for w, part in zip(ready, drafts.parts, strict=True) if not w.is_over]
+            ready, parts = [work for work, _ in pairs], [part for _, part in pairs]
+            if not ready:
+                return streamed
+            is_drafted = any(part.proposal.ids for part in parts)
+            kind: Kind = "verify" if is_drafted else "decode"
+            start = time.perf_counter()
             try:
+                panel = self._panel(ready, parts, stack)
                 tokens, layers = sum(len(ids) for ids in panel.ids), model.config.num_layers
-                kind: Kind = "verify" if any(drafts) else "decode"
                 with self.events.span(kind, name, tokens=tokens, sequences=len(ready), layers=layers):
                     logits = forward(model, self.arena, panel)
-                    chosen = self._choose(ready, drafts, logits)
+                    chosen = self._choose(ready, logits)
             except KVFull:
                 pass  # without drafts, or with room made for each
             else:
-                self._commit_all(ready, drafts, spans, chosen, logits)
+                seconds = time.perf_counter() - start
+                self.drafting.trials.observe_cost(name, tokens, seconds)
+                self.drafting.trials.earn(name, seconds)
+                for work in ready:
+                    if isinstance(work, Sequence):
+                        work.num_forwards += 1
+                self._commit_all(model, ready, parts, logits, chosen, panel)
                 read = sum(len(w.context.pages) for w in ready) * model.layout.page_bytes // PAGE_TOKENS
                 return streamed + self.residency[name].plan.nbytes + read
-        if any(drafts):
+        if is_drafted:
             return streamed + self._decode(name, model, ready, drafting=False)
         ready = self._with_room(ready)
         return streamed + (self._decode(name, model, ready, drafting=False) if ready else 0)
+
+    def _panel(self, ready: Seq[Work], parts: Seq[Part], stack: ExitStack) -> Panel:
+        """Everybody's pending token and drafts; if one is a tree, all are, and their nodes lie in scratch pages."""
+        lists = [work.context.pages for work in ready]
+        ids = [[w.context.tokens[-1], *part.proposal.ids] for w, part in zip(ready, parts, strict=True)]
+        if all(part.proposal.is_chain for part in parts):
+            return Panel(lists, ids, "all" if any(part.proposal.ids for part in parts) else "last")
+        trees = [token_tree([-1, *(parent + 1 for parent in part.proposal.parents)]) for part in parts]
+        nodes = stack.enter_context(lists[0].scratch(sum(map(len, ids))))
+        return Panel(lists, ids, "all", trees=trees, nodes=nodes)
+
+    def _low_bit(self, name: str, ready: list[Work]) -> tuple[list[Work], int]:
+        """Let the twin decode for who asks for dynamic precision; those left for a full step, and bytes streamed."""
+        twin = self.residency[name].twin
+        asking = [w for w in ready if isinstance(w, Sequence) and w.precision is not None]
+        if not asking or twin not in self.residency.hosted or not self.residency.is_resident(twin):
+            return ready, 0
+        done: list[Sequence] = []
+        with self.residency.lease(twin) as model:
+            panel = Panel([w.pages for w in asking], [[w.tokens[-1]] for w in asking], is_exact=False)
+            try:
+                layers = model.config.num_layers
+                with self.events.span("decode", twin, tokens=len(asking), sequences=len(asking), layers=layers):
+                    logits = forward(model, self.arena, panel)
+                    sure = top1(logits)
+            except KVFull:
+                return ready, 0
+        for work, (margin, prob) in zip(asking, sure, strict=True):
+            gate = work.precision
+            if gate is not None and margin >= gate.min_margin and prob >= gate.min_prob:
+                done.append(work)
+            else:
+                work.pages.rollback(1)
+                work.num_fallbacks += 1
+        if done:
+            rows = [i for i, work in enumerate(asking) if work in done]
+            for work in done:
+                work.num_low_bit += 1
+            self._commit_all(model, done, [Part() for _ in done], logits[rows])
+        return [work for work in ready if work not in done], self.residency[twin].plan.nbytes
 
     def _with_room(self, ready: list[Work]) -> list[Work]:
         """Those whose next token has a place now: first in line first, each makes room for itself or gives way."""
@@ -573,96 +626,77 @@ class Lane:
                     break
         return [work for work in kept if work.state is State.READY]
 
-    def _choose(self, works: Seq[Work], drafts: Seq[list[int]], logits: Tensor) -> list[int]:
-        """The token after each row of logits [rows, vocab]; a request's own processor has the last word on its rows."""
-        requests = [work for work in works if isinstance(work, Sequence)]
-        if any(request.logits_processor is not None for request in requests):
-            logits = logits.clone()
-            start = 0
-            for work, draft in zip(works, drafts, strict=True):
-                if isinstance(work, Sequence) and work.logits_processor is not None:
-                    try:
-                        for i in range(start, start + 1 + len(draft)):
-                            so_far = work.tokens + draft[: i - start]
-                            logits[i] = _checked(work.logits_processor(so_far, logits[i]), logits[i])
-                    except BaseException as error:
-                        fail_by_hook(work, error)
-                start += 1 + len(draft)
-        return greedy(logits) if requests else []
+    def _choose(self, works: Seq[Work], logits: Tensor) -> list[int]:
+        """The argmax of each row [rows, vocab], if anybody's tokens are that."""
+        return greedy(logits) if any(isinstance(work, Sequence) and work.is_argmax for work in works) else []
 
     def _commit_all(
         self,
+        model: Model,
         works: Seq[Work],
-        drafts: Seq[list[int]],
-        spans: Seq[Provisional | None],
-        chosen: list[int],
+        parts: Seq[Part],
         logits: Tensor,
+        chosen: list[int] | None = None,
+        panel: Panel | None = None,
     ) -> None:
-        """Each its tokens, or its logits."""
+        """Each its tokens, or its logits [rows, vocab]. Accepted nodes of trees get into the pages first."""
+        ids = self._choose(works, logits) if chosen is None else chosen
+        verdicts: list[Accepted | None] = []
         start = 0
-        for work, draft, span in zip(works, drafts, spans, strict=True):
+        for work, part in zip(works, parts, strict=True):
+            stop = start + 1 + len(part.proposal.ids)
+            verdicts.append(self._verdict(work, part, logits[start:stop], ids[start:stop]))
+            start = stop
+        if panel is not None and panel.trees:
+            paths: list[list[int]] = []
+            for work, verdict in zip(works, verdicts, strict=True):
+                path = () if verdict is None else verdict.path
+                paths.append([] if work.is_over else [0, *(node + 1 for node in path)])
+            commit_paths(model, self.arena, panel, paths)
+        start = 0
+        for work, part, verdict in zip(works, parts, verdicts, strict=True):
             if work.is_over:
-                pass  # a hook of another one has ended it
+                pass  # a hook has ended it
             elif isinstance(work, Feed):
                 work.receive(logits[start] if len(logits) == 1 else logits[start].clone())
-            elif isinstance(work, Sequence):
-                self._commit(work, draft, chosen[start : start + 1 + len(draft)], span)
-            start += 1 + len(draft)
+            elif isinstance(work, Sequence) and verdict is not None:
+                self._commit(work, part, verdict)
+            start += 1 + len(part.proposal.ids)
 
-    def _commit(self, sequence: Sequence, draft: list[int], target: list[int], span: Provisional | None) -> None:
+    def _verdict(self, work: Work, part: Part, rows: Tensor, ids: list[int]) -> Accepted | None:
+        """Which of a request's drafts stand; its own processor has the last word on every row that counts."""
+        if not isinstance(work, Sequence) or work.is_over:
+            return None
+        proposal = part.proposal
+        target = ids if work.is_argmax else _Chosen(work, part, rows)
+        try:
+            return accept_tree(proposal.ids, proposal.parents, target)
+        except BaseException as error:
+            fail_by_hook(work, error)
+            return None
+
+    def _commit(self, sequence: Sequence, part: Part, verdict: Accepted) -> None:
         """Keep the accepted rows, drop the others by a shorter length, emit the tokens."""
-        verdict = accept_chain(draft, target)
-        sequence.num_forwards += sequence.first_token > 0
-        if draft:
-            sequence.num_drafted += len(draft)
-            sequence.num_accepted += verdict.num_accepted
-            histogram = sequence.acceptance_histogram
-            histogram += [0] * (verdict.num_accepted + 1 - len(histogram))
-            histogram[verdict.num_accepted] += 1
-        if span is not None:
-            span.promote(1 + verdict.num_accepted)
-        sequence.emit(target[: verdict.num_advanced])
+        gained = [part.proposal.ids[node] for node in verdict.path]
+        if verdict.next is not None:
+            gained.append(verdict.next)
+        self.drafting.settle(sequence, part, verdict.path, gained)
+        if part.span is not None:
+            part.span.promote(1 + len(verdict.path))
+        sequence.emit(gained)
 
     # ---- drafts
-
-    def _open_span(self, sequence: Sequence, stack: ExitStack) -> Provisional | None:
-        """What a round with drafts writes: the pending token and they, in the target's pages and the drafter's."""
-        if sequence.draft_pages is None:
-            return None
-        sinks = [PagesSink(pages, len(sequence.pages)) for pages in (sequence.pages, sequence.draft_pages)]
-        return stack.enter_context(sequence.spans.open(sinks))
 
     @property
     def num_open_spans(self) -> int:
         return sum(sequence.spans.num_open for sequence in self.requests)
 
-    def _draft(self, sequence: Sequence) -> list[int]:
-        assert sequence.draft_pages is not None
-        name, count = sequence.drafter, draft_length(self.config.draft_tokens, sequence.num_left)
-        if name not in self.residency.hosted or sequence.draft_pages.layout != self.residency[name].layout:
-            sequence.drop_drafter()  # it was removed while the request was handed in
-            return []
-        if not count or not self.residency.is_resident(name):
-            return []
-        if len(sequence.tokens) + count > self.residency[name].config.max_context:
-            return []
-        with ExitStack() as stack:
-            drafter = stack.enter_context(self.residency.lease(name))
-            stack.enter_context(self.events.span("draft", name, tokens=count, sequences=1))
-            stack.enter_context(self.arena.spare_only())
-            try:
-                return draft_chain(drafter, self.arena, sequence, count)
-            except KVFull:  # drafts are the first thing given up
-                settle(sequence, 0)
-            except NonFiniteLogits:
-                sequence.drop_drafter()
-            return []
-
     # ---- when pages run short, in this order
 
     def _give_up_drafts(self, layout: KVLayout, count: int) -> None:
         for sequence in self.requests:
-            settle(sequence, 0)
+            if sequence.drafts is not None:
+                sequence.drafts.free()
 
     def _give_up_states(self, layout: KVLayout, count: int) -> None:
         self.arena.drop_states()
@@ -729,7 +763,8 @@ class Lane:
         num_bytes = sequence.pages.nbytes
         with self.events.span("preempt", sequence.model, tokens=len(sequence.pages), sequences=1, num_bytes=num_bytes):
             self.prefill.leave(sequence)
-            settle(sequence, 0)
+            if sequence.drafts is not None:
+                sequence.drafts.free()
             owner = _owner(sequence)
             if self.config.preemption == "swap" and self.residency.reserve_host(owner, num_bytes):
                 try:
@@ -771,6 +806,29 @@ class Lane:
         return False
 
 
+class _Chosen(Seq[int]):
+    """The target's choice after each row of a proposal, made when it is asked for: only along what is accepted."""
+
+    def __init__(self, sequence: Sequence, part: Part, rows: Tensor) -> None:
+        self._sequence, self._part, self._rows = sequence, part, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: Any) -> Any:
+        sequence, proposal = self._sequence, self._part.proposal
+        path = proposal.path_of(row - 1) if row else ()
+        so_far = sequence.tokens + [proposal.ids[node] for node in path]
+        logits = self._rows[row]
+        if sequence.logits_processor is not None:
+            given = logits.clone()
+            logits = _checked(sequence.logits_processor(so_far, given), given)
+        if sequence.sampler.is_rejection and row < len(proposal.ids):
+            probs = self._part.probs[row] if self._part.probs else None
+            return sequence.sampler.accept(logits, so_far, proposal.ids[row], probs)
+        return sequence.sampler.choose(logits, so_far)
+
+
 def _checked(processed: object, logits: Tensor) -> Tensor:
     """What a logits_processor gave."""
     if not isinstance(processed, Tensor) or processed.shape != logits.shape:
@@ -778,6 +836,8 @@ def _checked(processed: object, logits: Tensor) -> Tensor:
         raise InvalidRequest(f"logits_processor gave {found}, expected a tensor of {list(logits.shape)}")
     if bool(processed.isnan().any()):
         raise InvalidRequest("logits_processor gave a NaN")
+    if float(processed.max()) == -math.inf:
+        raise InvalidRequest("logits_processor forbids every token, expected it to leave one at least")
     return processed
 
 

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from polymodel.sequence import Sequence
+from polymodel.config import DynamicPrecision
+from polymodel.sample import Sampling
+from polymodel.sequence import LogitsProcessor, Sequence
 from polymodel.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterMetrics:
+    """What one drafter did for a request. Counts of tokens; its chain beside others in a tree counts as its own."""
+
+    num_rounds: int
+    num_drafted: int
+    num_accepted: int
+    draft_acceptance_rate: float
+    num_catch_up: int  # tokens that it read because it had not drafted from the start
+    seconds: float  # of its forwards, an equal part of those that it shared with other requests
+    acceptance_profile: tuple[dict[str, Any], ...]  # by position: proposed, accepted and rate, given that it got there
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +41,37 @@ class Metrics:
     num_output_tokens: int
     num_preemptions: int  # times it gave its pages up for an older request
     num_target_forwards: int  # after the prefill
+    num_draft_rounds: int  # of these, with drafts
     num_drafted: int
     num_accepted: int
     draft_acceptance_rate: float
     mean_acceptance_length: float  # tokens a target forward yielded
     acceptance_histogram: tuple[int, ...]  # rounds by number of accepted tokens
+    drafters: dict[str, DrafterMetrics]
+    num_low_bit_steps: int  # that the twin did, by dynamic precision
+    num_fallbacks: int  # of its steps that were run in full
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What decides the tokens beside model and prompt."""
+
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    stop: tuple[str, ...]
+    logits_processor: LogitsProcessor | None
+    precision: DynamicPrecision | None
+
+    def options(self) -> dict[str, Any]:
+        """As `Engine.submit` takes them."""
+        sampling = {name: getattr(self.sampling, name) for name in Sampling.__slots__}
+        return sampling | {
+            "stop_at_eos": False,
+            "stop_ids": sorted(self.stop_ids),
+            "stop": self.stop,
+            "logits_processor": self.logits_processor,
+            "precision": self.precision,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +85,16 @@ class Output:
     finish_reason: str  # "stop", "length" or "cancelled"
     metrics: Metrics
     receipt: dict[str, str]  # what decided the bits
+    settings: Settings = field(repr=False)  # what `Engine.verify_exact` replays
+
+    def report(self) -> dict[str, Any]:
+        """All but the settings, as plain data."""
+        return {
+            name: asdict(value) if name == "metrics" else value
+            for name in self.__slots__
+            if name != "settings"
+            for value in [getattr(self, name)]
+        }
 
 
 def output_of(request: Sequence, receipt: dict[str, str]) -> Output:
@@ -51,10 +103,17 @@ def output_of(request: Sequence, receipt: dict[str, str]) -> Output:
         model=request.model,
         prompt_ids=request.tokens[: request.num_prompt],
         tokens=request.output,
-        text=_text(request.hosted.tokenizer, _shown(request)),
+        text=request.stop.text if request.stop is not None else _text(request.hosted.tokenizer, _shown(request)),
         finish_reason=request.finish_reason,
         metrics=_metrics(request),
         receipt=receipt,
+        settings=Settings(
+            sampling=request.sampler.sampling,
+            stop_ids=request.stop_ids,
+            stop=() if request.stop is None else request.stop.stops,
+            logits_processor=request.logits_processor,
+            precision=request.precision,
+        ),
     )
 
 
@@ -64,16 +123,24 @@ class Pieces:
     def __init__(self, request: Sequence) -> None:
         self._request = request
         self._text = request.hosted.tokenizer.decode_stream(continues=True)
-        self._num_taken = 0
+        self._num_taken = 0  # tokens, or characters where stop strings decide what is shown
         self.is_over = False
 
     def is_ready(self) -> bool:
         """Whether `take` has something to say."""
-        return self._request.is_over or len(_shown(self._request)) > self._num_taken
+        request = self._request
+        there = len(_shown(request) if request.stop is None else request.stop.text)
+        return request.is_over or there > self._num_taken
 
     def take(self) -> Iterator[str]:
         """What has come since the last call."""
         is_last = self._request.is_over  # before looking at the tokens: none come after it
+        if self._request.stop is not None:
+            text = self._request.stop.text
+            if piece := text[self._num_taken :]:
+                yield piece
+            self._num_taken, self.is_over = len(text), is_last
+            return
         shown = _shown(self._request)
         for token in shown[self._num_taken :]:
             if piece := self._text.push(token):
@@ -118,4 +185,26 @@ def _metrics(request: Sequence) -> Metrics:
         draft_acceptance_rate=request.num_accepted / request.num_drafted if request.num_drafted else 0.0,
         mean_acceptance_length=(count - 1) / forwards if forwards else 0.0,
         acceptance_histogram=tuple(request.acceptance_histogram),
+        num_draft_rounds=request.num_draft_rounds,
+        drafters=_drafters(request),
+        num_low_bit_steps=request.num_low_bit,
+        num_fallbacks=request.num_fallbacks,
     )
+
+
+def _drafters(request: Sequence) -> dict[str, DrafterMetrics]:
+    drafts = request.drafts
+    if drafts is None:
+        return {}
+    return {
+        name: DrafterMetrics(
+            num_rounds=record.num_rounds,
+            num_drafted=record.num_drafted,
+            num_accepted=record.num_accepted,
+            draft_acceptance_rate=record.num_accepted / record.num_drafted if record.num_drafted else 0.0,
+            num_catch_up=record.num_catch_up,
+            seconds=record.seconds,
+            acceptance_profile=tuple(record.profile()),
+        )
+        for name, record in drafts.records.items()
+    }

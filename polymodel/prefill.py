@@ -7,7 +7,8 @@ sibling's pages enter the first layer that differs, and only the layers above ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -76,6 +77,7 @@ class Prefill:
             policy=config.prefix_eviction,
             min_match=config.prefix_min_match,
         )
+        self.on_forward: Callable[[str, int, float], None] | None = None  # told a model, the tokens and their seconds
         self._policies: dict[tuple[torch.dtype, int], str] = {}  # by dtype of the pages and threads
         self._known: WeakKeyDictionary[Hosted, KVKey] = WeakKeyDictionary()
         self._proved: WeakKeyDictionary[Hosted, dict[int, str]] = WeakKeyDictionary()  # first layer -> `why_off`
@@ -317,8 +319,11 @@ class Prefill:
             wanted = "last" if complete else "none"
             panel = Panel([r.context.pages for r in rows], [r.ids for r in rows], wanted, first)
             tokens, layers = sum(len(r.ids) for r in rows), model.config.num_layers - first
+            start = time.perf_counter()
             with self.events.span("prefill", name, tokens=tokens, sequences=len(rows), layers=layers):
                 logits = forward(model, self.arena, panel)
+            if self.on_forward is not None and not first and not logits.is_cuda:  # there it is only launched yet
+                self.on_forward(name, tokens, time.perf_counter() - start)
             for r in rows:
                 r.context.num_token_layers += len(r.ids) * layers
                 r.context.num_resumed += len(r.ids) if first else 0

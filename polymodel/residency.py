@@ -271,6 +271,7 @@ class Hosted:
     model: Model | None = None  # while it is on the device
     idle_since: float = 0.0
     is_adding: bool = False  # nobody sees it yet
+    twin: str = ""  # name of the same model in fewer bits, added with it
     owns_checkpoint: bool = True  # which is closed with it
     notes: list[str] = field(default_factory=list)  # matrices that run row by row here
     num_loads: int = 0
@@ -618,6 +619,7 @@ class Residency:
         del self._models[name]
         for hosted in self._models.values():
             hosted.partners.pop(name, None)
+            hosted.twin = "" if hosted.twin == name else hosted.twin
         self._set_boundaries()
         for pool in (self.pool, self.host):
             pool.forget(name)

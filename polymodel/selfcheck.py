@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from polymodel.checkpoint import open_checkpoint, perturbed, resolve
-from polymodel.config import EngineConfig
+from polymodel.config import Draft, EngineConfig
 from polymodel.engine import Engine
 from polymodel.errors import PolymodelError, TooLarge
 from polymodel.header import PARTS, source_name
@@ -155,18 +155,22 @@ def check_share(engine: Engine, path: Path) -> str:
 
 
 def check_drafts(engine: Engine, path: Path) -> str:
-    """Drafted by the 4-bit twin and plain: the same tokens."""
+    """Drafted by a model in 4 bits, as chains, trees and with lookup, and plain: the same tokens, drawn ones too."""
     engine.remove("three")
     engine.add("twin", path, weights="q4")
     options: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "stop_at_eos": False}
     plain = [engine.generate("one", prompt, draft=None, **options) for prompt in PROMPTS]
-    drafted = [engine.generate("one", prompt, draft="twin", **options) for prompt in PROMPTS]
-    _expect([o.tokens for o in plain] == [o.tokens for o in drafted], "the drafter changed the tokens")
-    num_drafted = sum(o.metrics.num_drafted for o in drafted)
+    num_drafted = num_accepted = 0
+    for draft in (Draft("twin"), Draft("twin", width=2), Draft(("ngram", "twin"))):
+        drafted = [engine.generate("one", prompt, draft=draft, **options) for prompt in PROMPTS]
+        _expect([o.tokens for o in plain] == [o.tokens for o in drafted], f"{draft} changed the tokens")
+        num_drafted += sum(o.metrics.num_drafted for o in drafted)
+        num_accepted += sum(o.metrics.num_accepted for o in drafted)
+    engine.verify_exact(engine.generate("one", PROMPTS[0], draft="twin", temperature=1.0, seed=1, **options))
     if not engine.config.multi_model:
         return "drafting between models is off"
     _expect(num_drafted > 0, "nothing was drafted")
-    return f"{sum(o.metrics.num_accepted for o in drafted)} of {num_drafted} drafted tokens accepted"
+    return f"{num_accepted} of {num_drafted} drafted tokens accepted"
 
 
 def check_reload(engine: Engine, path: Path) -> str:

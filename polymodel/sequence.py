@@ -13,12 +13,17 @@ from typing import Literal
 
 from torch import Tensor
 
+from polymodel.config import Draft, Drafter, DynamicPrecision
+from polymodel.control import AcceptanceRates, Throttle
 from polymodel.errors import Forgotten, NonFiniteLogits
 from polymodel.events import Kind
 from polymodel.kv import PageList, Swapped
+from polymodel.lookup import Lookup
 from polymodel.prefix import Lease
 from polymodel.provisional import Spans
 from polymodel.residency import Hosted
+from polymodel.sample import Sampler
+from polymodel.stop import StopStrings
 
 LogitsProcessor = Callable[[list[int], Tensor], Tensor]  # tokens so far, logits [vocab] float32 -> logits [vocab]
 
@@ -139,6 +144,75 @@ class Work:
         raise NotImplementedError
 
 
+@dataclass(eq=False)
+class DraftRecord:
+    """What one drafter did for one request."""
+
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_catch_up: int = 0  # tokens that it read because it had not drafted from the start
+    seconds: float = 0.0
+    positions: list[list[int]] = field(default_factory=list)  # proposed and accepted by position, if it got there
+
+    def count(self, num_drafted: int, num_accepted: int, reached: int, stood: int) -> None:
+        """A round: tokens that were verified, and how many of its first positions were judged and stood."""
+        self.num_rounds += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.positions += [[0, 0] for _ in range(reached - len(self.positions))]
+        for i in range(reached):
+            self.positions[i][0] += 1
+            self.positions[i][1] += i < stood
+
+    def profile(self) -> list[dict[str, float]]:
+        """Of each position: how often all before it stood, how often it stood then too, and the rate."""
+        return [
+            {"position": i, "proposed": proposed, "accepted": accepted, "rate": accepted / proposed}
+            for i, (proposed, accepted) in enumerate(self.positions)
+        ]
+
+
+@dataclass(eq=False, kw_only=True)
+class Drafts:
+    """Who may draft for a request, and what has been learnt of them."""
+
+    spec: Draft
+    names: list[str]  # in order; of models, "ngram", and of the user's own
+    is_auto: bool
+    pages: dict[str, PageList]  # of models; a twin has none, it drafts in the target's
+    own: dict[str, Drafter] = field(default_factory=dict)
+    lookup: Lookup | None = None
+    rates: dict[str, AcceptanceRates] = field(default_factory=dict)
+    records: dict[str, DraftRecord] = field(default_factory=dict)
+    throttles: dict[str, Throttle] = field(default_factory=dict)
+    untested: tuple[str, int, list[int]] | None = None  # what was looked up but not verified: for whom, where, what
+    paused_until: int = 0  # forwards before models draft again, since pages ran short
+
+    @property
+    def makes_trees(self) -> bool:
+        return self.spec.width > 1 or len(self.names) > 1
+
+    def record(self, name: str) -> DraftRecord:
+        return self.records.setdefault(name, DraftRecord())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pages.nbytes for pages in self.pages.values())
+
+    def free(self) -> None:
+        """Give the drafters' pages back; they can catch up again."""
+        for pages in self.pages.values():
+            pages.free()
+
+    def drop(self, name: str) -> None:
+        """Go on without this drafter."""
+        if name in self.names:
+            self.names.remove(name)
+        if name in self.pages:
+            self.pages.pop(name).free()
+
+
 def fail_by_hook(work: Work, error: BaseException) -> None:
     """A user's own code has raised: its work ends with that and no other's; Ctrl-C is for whoever drives the lane."""
     if isinstance(error, KeyboardInterrupt):
@@ -153,8 +227,10 @@ class Sequence(Context, Work):
     hosted: Hosted  # its model, which may be removed before its output is asked for
     max_new_tokens: int
     stop_ids: frozenset[int]
-    drafter: str | None = None
-    draft_pages: PageList | None = None
+    sampler: Sampler
+    stop: StopStrings | None = None
+    drafts: Drafts | None = None
+    precision: DynamicPrecision | None = None
     logits_processor: LogitsProcessor | None = None
     on_token: Callable[[int], None] | None = None
     on_done: Callable[[Sequence], None] | None = None  # its pages are still there
@@ -164,6 +240,9 @@ class Sequence(Context, Work):
     num_forwards: int = 0  # target forwards after the prefill
     num_drafted: int = 0
     num_accepted: int = 0
+    num_draft_rounds: int = 0
+    num_low_bit: int = 0  # steps that the low-bit twin did
+    num_fallbacks: int = 0  # and those that it was not sure of
     num_preempted: int = 0
     spans: Spans = field(default_factory=Spans)  # the rounds in flight: what they wrote may be dropped
     acceptance_histogram: list[int] = field(default_factory=list)  # rounds by number of accepted tokens
@@ -210,17 +289,16 @@ class Sequence(Context, Work):
                     self.on_token(token)
                 except BaseException as error:
                     return fail_by_hook(self, error)
-            if token in self.stop_ids:
+            if token in self.stop_ids or (self.stop is not None and self.stop.push(token)):
                 return self.finish("stop")
             if self.num_left <= 0:
                 return self.finish("length")
         self.signal.notify()
 
-    def drop_drafter(self) -> None:
-        """Go on without drafts."""
-        self.drafter = None
-        if self.draft_pages is not None:
-            self.draft_pages.free()
+    @property
+    def is_argmax(self) -> bool:
+        """Whether its next token is the argmax of the logits as they are."""
+        return self.sampler.sampling.is_argmax and self.logits_processor is None
 
     def strike(self, why: str) -> None:
         self.fail(Forgotten(why))
@@ -237,8 +315,11 @@ class Sequence(Context, Work):
             if self.on_done is not None:
                 self.on_done(self)
             self.swapped = None
+            if self.stop is not None:
+                self.stop.flush()
             self.pages.free()
-            self.drop_drafter()
+            if self.drafts is not None:
+                self.drafts.free()
         finally:
             self.state = State.FAILED if error is not None else State.DONE
             self.signal.notify()

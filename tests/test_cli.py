@@ -86,8 +86,16 @@ def test_run_json_holds_tokens_metrics_and_receipt(model: str) -> None:
     plain = parsed("run", model, "abc", "--max-new-tokens", "20")
     assert plain["model"] == model and len(plain["tokens"]) == 20 and plain["finish_reason"] == "length"
     assert plain["prompt_ids"] == [ord("a") - 33, ord("b") - 33, ord("c") - 33] and plain["receipt"]["policy"]
-    drafted = parsed("run", model, "abc", "--max-new-tokens", "20", "--draft", model)
-    assert drafted["tokens"] == plain["tokens"] and drafted["metrics"]["num_drafted"] > 0
+    for drafter in (model, "twin"):
+        drafted = parsed("run", model, "abc", "--max-new-tokens", "20", "--draft", drafter)
+        assert drafted["tokens"] == plain["tokens"] and drafted["metrics"]["num_drafted"] > 0
+    undrafted = parsed("run", model, "abc", "--max-new-tokens", "20", "--draft", "none")
+    assert undrafted["tokens"] == plain["tokens"] and undrafted["metrics"]["num_drafted"] == 0
+    drawn = [
+        parsed("run", model, "abc", "--max-new-tokens", "20", "--temperature", "1.5", "--seed", seed)["tokens"]
+        for seed in ("1", "1", "2")
+    ]
+    assert drawn[0] == drawn[1] != drawn[2] and plain["tokens"] not in drawn
     assert parsed("run", model, "abc", "--max-new-tokens", "3", "--weights", "q8")["receipt"]["weights"] == "q8"
 
 

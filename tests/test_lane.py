@@ -29,11 +29,13 @@ from torch import Tensor
 
 from polymodel import Engine, EngineConfig, errors
 from polymodel.checkpoint import open_checkpoint, perturbed
-from polymodel.config import LANE_POLICIES, PREEMPTIONS
+from polymodel.config import LANE_POLICIES, PREEMPTIONS, Draft
 from polymodel.events import LETTERS, chrome_trace, timeline
 from polymodel.model import Model, Panel
 from polymodel.residency import model_nbytes
+from polymodel.sample import Sampler, Sampling
 from polymodel.schedule import jain
+from polymodel.sequence import Drafts
 from polymodel.sequence import Sequence as Request
 
 PROMPTS = [
@@ -301,7 +303,7 @@ def test_the_real_model_decodes_a_crowd_as_it_decodes_one(demo_model_path: Path)
     with Engine(kv_budget="256MiB", host_budget="64MiB", config=UNCACHED) as engine:
         engine.add("m", demo_model_path)
         ids = engine["m"].tokenizer.encode("The capital of France is Paris, and the capital of Germany is Berlin. " * 5)
-        options: dict[str, Any] = {"max_new_tokens": 8, "stop_at_eos": False}
+        options: dict[str, Any] = {"max_new_tokens": 8, "stop_at_eos": False, "draft": None}
         prompts = [ids[:60], ids[5:66]]  # each comes to need a second page
         expected = [engine.generate("m", prompt_ids=prompt, **options).tokens for prompt in prompts]
         with few_pages(engine, 3, "m"):
@@ -334,7 +336,8 @@ def test_pages_are_reclaimed_in_the_order_of_the_design(paths: Paths, alone: Alo
         young = submit(engine, "llama", 2, draft="twin", priority=-1, max_new_tokens=60)
         while not young.num_drafted:
             engine.lane.turn()
-        young.drafter = None  # its pages stay, and it stays in its first one
+        assert young.drafts is not None
+        young.drafts.names.clear()  # its pages stay, and it stays in its first one
         taken: list[int] = []
         session = engine.session("llama")
         fresh = itertools.cycle(range(3, 259))
@@ -358,7 +361,7 @@ def test_pages_are_reclaimed_in_the_order_of_the_design(paths: Paths, alone: Alo
 
         def holds() -> dict[str, bool]:
             return {
-                "drafts": bool(young.draft_pages and young.draft_pages.pages),
+                "drafts": bool(young.drafts and young.drafts.pages["twin"].pages),
                 "states": arena.state_bytes > 0,
                 "prefixes": engine.prefixes.peek([key], PROMPTS[3]).length > 0,
                 "idle": engine.residency.is_resident("idle"),
@@ -971,10 +974,16 @@ def test_a_name_that_passes_to_another_model_takes_no_work_along(engine: Engine,
     pages, hosted = engine.lane.prefill.new_pages("m"), engine.residency["m"]
     engine.remove("m")
     options: dict[str, Any] = {"domain": "d", "tokens": [5], "max_new_tokens": 3, "stop_ids": frozenset()}
+    options["sampler"] = Sampler(Sampling(), 1)
+
+    def drafts() -> Drafts:
+        lists = {"m": engine.lane.prefill.new_pages("llama")}
+        return Drafts(spec=Draft("m"), names=["m"], is_auto=False, pages=lists)
+
     late = Request(model="m", hosted=hosted, pages=pages, **options)
     engine.lane.submit(late)
     drafted = submit(engine, "llama", 0)
-    drafted.drafter, drafted.draft_pages = "m", engine.lane.prefill.new_pages("llama")
+    drafted.drafts = drafts()
     other = submit(engine, "llama", 1)
     engine.lane.turn()
     engine.lane.turn()
@@ -982,7 +991,7 @@ def test_a_name_that_passes_to_another_model_takes_no_work_along(engine: Engine,
     engine.add("m", paths["gemma3"])
     again = Request(model="m", hosted=hosted, pages=engine.lane.prefill.new_pages("llama"), **options)
     engine.lane.submit(again)
-    drafted.drafter, drafted.draft_pages = "m", engine.lane.prefill.new_pages("llama")
+    drafted.drafts = drafts()
     engine.run()
     assert isinstance(again.error, errors.UnknownModel)
     assert outputs([drafted, other]) == [alone["llama", 0], alone["llama", 1]] and drafted.num_drafted == 0
@@ -1213,6 +1222,8 @@ def test_every_kind_of_event_occurs_and_is_drawn(paths: Paths) -> None:
         generate(engine, "llama", 3)
         generate(engine, "sibling", 3)  # takes layers over, once that is proved
         generate(engine, "llama", 0, draft="q4")
+        engine.measure_costs("q4", [1], repetitions=1)
+        engine.lane.drafting.trials.attempt("llama", "q4", PROMPTS[1])
         for name in ("q4", "sibling"):
             engine.unload(name)
         engine.add("qwen3", paths["qwen3"])

@@ -61,7 +61,8 @@ def assert_sound(engine: Engine) -> None:
     engine.prefixes.check()
     engine.residency.check()
     contexts = [*engine.lane.live, *(s._context for s in engine.lane.sessions)]
-    lists = [pages for c in contexts for pages in (c.pages, getattr(c, "draft_pages", None)) if pages is not None]
+    lists = [context.pages for context in contexts]
+    lists += [pages for c in contexts if (drafts := getattr(c, "drafts", None)) for pages in drafts.pages.values()]
     for pages in lists:
         pages.check()
     held = [page for node in engine.prefixes._nodes() for page in node.pages]
