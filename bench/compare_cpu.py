@@ -198,6 +198,7 @@ def main() -> None:
         return work(args.worker[0], args.worker[1], int(args.worker[2]), int(args.worker[3]))
 
     import torch
+    from harness import cpu_name
 
     from polymodel.checkpoint import cache_dir, resolve
 
@@ -209,7 +210,7 @@ def main() -> None:
     seen = measure(sides, kinds, args.repetitions)
     result: dict[str, Any] = {
         "command": " ".join(["python", "bench/compare_cpu.py", *sys.argv[1:]]),
-        "machine": _cpu_name(),
+        "machine": cpu_name(),
         "threads": threads,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "versions": {name: version(name) for name in ("torch", "xllamacpp")} | {"python": platform.python_version()},
@@ -243,12 +244,6 @@ def main() -> None:
     print(f"load {facts['load_seconds']:.2f} s; peak memory {peak:.0f} MB, 1.3 x ledger {slack:+.0f} MB")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
 
 
 if __name__ == "__main__":

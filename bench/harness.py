@@ -408,3 +408,10 @@ def demo_model() -> Path:
         return resolve("smollm2")
     except FetchFailed as error:
         pytest.skip(str(error))
+
+
+def cpu_name() -> str:
+    """Of this machine, with its cores."""
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.processor()

@@ -31,6 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PATH",
         help="stories260K.bin of llama2.c, with tok512.bin beside it: a trained model of 1 MB, tested only where given",
     )
+    parser.addoption(
+        "--coder-pair",
+        metavar=("TARGET", "DRAFTER"),
+        nargs=2,
+        help="GGUF files of Qwen2.5-Coder-1.5B and -0.5B: a target and a drafter, tested only where given, with -m slow",
+    )
 
 
 @pytest.fixture(autouse=True)
