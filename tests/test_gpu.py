@@ -48,7 +48,7 @@ from csrc_triton.qmatmul import (
 from csrc_triton.quant import QTensor, dense, quantize
 from csrc_triton.tree import rotation_slots, token_tree, tree_attention, tree_attention_ref
 from csrc_triton.w8a8 import w8a8_matmul
-from polymodel import Engine
+from polymodel import Draft, Engine
 from polymodel.checkpoint import open_checkpoint, perturbed
 
 DEVICE = "cuda"
@@ -525,3 +525,21 @@ def test_what_an_engine_takes_over_has_the_bits_of_a_direct_prefill(tmp_path: Pa
                 assert_same_bits(one.logits.cpu(), direct.logits.cpu())
             tokens = direct.generate(20)
             assert shared.generate(20) == tokens == loaded.generate(20) and len(set(tokens)) > 5
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 1}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "draft", ["twin", "ngram", Draft("twin", tokens=4, width=3), Draft(("ngram", "twin"), tokens=6)], ids=str
+)
+def test_drafting_changes_no_token_and_a_replay_proves_it(
+    tmp_path: Path, draft: str | Draft, options: dict[str, Any]
+) -> None:
+    path = write_tokenizer(write_tiny(tmp_path / "m", "llama", hidden_size=256, intermediate_size=256))
+    ids = torch.randint(3, 259, (70,), generator=torch.Generator().manual_seed(0)).tolist() * 2
+    ask: dict[str, Any] = {"prompt_ids": ids, "max_new_tokens": 48, "stop_at_eos": False, **options}
+    with Engine(device=DEVICE, budget=1 << 30, kv_budget=64 << 20) as engine:
+        engine.add("m", path, weights="q8", twin="q4")
+        plain, drafted = engine.generate("m", draft=None, **ask), engine.generate("m", draft=draft, **ask)
+        assert drafted.tokens == plain.tokens
+        assert drafted.metrics.num_target_forwards <= plain.metrics.num_target_forwards
+        engine.verify_exact(drafted)
