@@ -36,14 +36,14 @@ def check_tree(num_nodes: int, parents: Sequence[int]) -> None:
             raise InvalidRequest(f"node {node}'s parent is {brief(parent)}, expected -1 or an earlier node")
 
 
-def accept_tree(ids: Sequence[int], parents: Sequence[int], target: Sequence[int]) -> Accepted:
+def accept_tree(ids: Sequence[int], parents: Sequence[int], target: Sequence[int | None]) -> Accepted:
     """The path on which every token is the target's choice after the one before it.
 
     ids[i] is a drafted token below node parents[i] < i, or below the pending token where that is -1. target[0] is the
     target's choice after the pending token and target[1 + i] that after node i. Of several children with the same token
-    the first counts. Where the target is too short to tell what comes after a node, the path ends there without a next
-    token. Only the target's length and the rows on the path are read, each row once and from the root down, so it may
-    compute them when asked. Raises InvalidRequest for parents that are no tree.
+    the first counts. Where the target is too short to tell what comes after a node, or says None, the path ends there
+    without a next token. Only the target's length and the rows on the path are read, each row once and from the root
+    down, so it may compute them when asked. Raises InvalidRequest for parents that are no tree.
     """
     check_tree(len(ids), parents)
     num_rows = len(target)
@@ -60,7 +60,7 @@ def accept_tree(ids: Sequence[int], parents: Sequence[int], target: Sequence[int
     return Accepted(tuple(path), len(ids) - len(path), choice)
 
 
-def accept_chain(draft: Sequence[int], target: Sequence[int]) -> Accepted:
+def accept_chain(draft: Sequence[int], target: Sequence[int | None]) -> Accepted:
     """The longest prefix of the draft that the target agrees with.
 
     target[i] is the target's choice after the context and draft[:i]; normally one longer than the draft.

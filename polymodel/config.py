@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from operator import index
 from types import UnionType
 from typing import Literal, Protocol, TypeAlias
 
@@ -32,7 +34,8 @@ DRAFT_POLICIES: tuple[DraftPolicy, ...] = ("fixed", "throttle", "gate")
 LowBit = Literal["q4", "q8", "w8a8"]
 LOW_BITS: tuple[LowBit, ...] = ("q4", "q8", "w8a8")  # weights of a twin
 MAX_DRAFT = 63  # levels of a tree below the pending token
-MAX_NODES = 255  # and its nodes
+MAX_NODES = 255  # and its nodes; of all that is drafted in a round as well
+RESERVED_NAMES = ("auto", "ngram")  # that no model can have
 DEFAULT_DOMAIN = "default"  # of an engine whose callers name none
 PUBLIC_DOMAIN = "*"  # of prefixes that the operator opened to all
 
@@ -233,7 +236,10 @@ class Draft:
     references: tuple[tuple[int, ...], ...] = ()  # token ids of texts that may be quoted
 
     def __post_init__(self) -> None:
-        if not self.drafters or not all(isinstance(one, str) or hasattr(one, "propose") for one in self.drafters):
+        if isinstance(self.by, list):
+            object.__setattr__(self, "by", tuple(self.by))
+        object.__setattr__(self, "references", _texts(self.references))
+        if not self.drafters or not all(map(_is_drafter, self.drafters)):
             raise InvalidRequest(
                 f"Draft.by={brief(self.by)}, expected 'auto', 'ngram', 'twin', a model's name, an object with "
                 "`propose`, or several of these"
@@ -246,14 +252,33 @@ class Draft:
             value = getattr(self, name)
             if not (value is None and name != "width") and not (is_number(value, int) and 1 <= value <= most):
                 raise InvalidRequest(f"Draft.{name}={brief(value)}, expected a number in 1..{most}")
-        if self.width > 1 and (self.by == "auto" or len(self.drafters) > 1):
+        if self.is_auto and (self.policy != "fixed" or self.nodes is not None):
+            raise InvalidRequest("Draft.policy and Draft.nodes are for drafters that are named; 'auto' decides itself")
+        if self.references and not (self.is_auto or "ngram" in self.drafters):
+            raise InvalidRequest(f"Draft.references are for 'ngram' and 'auto', not for {brief(self.by)}")
+        if self.width > 1 and (self.is_auto or len(self.drafters) > 1):
             raise InvalidRequest(
                 f"Draft.width={self.width} by {brief(self.by)}: one model drafts a tree, expected its name"
             )
 
     @property
+    def is_auto(self) -> bool:
+        return self.drafters == ("auto",)
+
+    @property
     def drafters(self) -> tuple[DrafterName, ...]:
-        return tuple(self.by) if isinstance(self.by, tuple | list) else (self.by,)
+        return self.by if isinstance(self.by, tuple) else (self.by,)
+
+
+def _is_drafter(one: object) -> bool:
+    return isinstance(one, str) or (hasattr(one, "propose") and not isinstance(one, type))
+
+
+def _texts(given: object) -> tuple[tuple[int, ...], ...]:
+    """Draft.references as tuples of ints."""
+    with suppress(TypeError):
+        return tuple(tuple(index(token) for token in text) for text in given)  # type: ignore[attr-defined]
+    raise InvalidRequest(f"Draft.references={brief(given)}, expected a sequence of texts, each a sequence of token ids")
 
 
 @dataclass(frozen=True, slots=True)

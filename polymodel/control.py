@@ -49,8 +49,19 @@ class CostTable:
         table._settle()
         return table
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both tell the same seconds now."""
+        return isinstance(other, CostTable) and self.as_dict() == other.as_dict()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{tokens}: {seconds:.3g}" for tokens, seconds in self.as_dict().items())
+        return f"<seconds by tokens: {shown or 'none measured'}>"
+
     @property
     def is_known(self) -> bool:
+        """Whether something was measured."""
         return bool(self._counts)
 
     def observe(self, tokens: int, seconds: float) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any, SupportsIndex
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from polymodel.config import MAX_DRAFT, MAX_NODES, Draft, Drafter, EngineConfig
+from polymodel.config import MAX_DRAFT, MAX_NODES, Draft, Drafter, DrafterName, EngineConfig
 from polymodel.control import CostTable, Option, Plan, Throttle, depth_gate, plan_round
 from polymodel.errors import CorruptCheckpoint, InvalidRequest, KVFull, UnsupportedModel, VocabMismatch, brief
 from polymodel.events import Events
@@ -28,10 +30,13 @@ from polymodel.sequence import Drafts, PagesSink, Sequence, Work, fail_by_hook
 from polymodel.trials import AUTO_FACTOR, Trials, synchronize
 
 LEVEL_NODES = 3  # nodes of a tree for each of its levels, unless Draft.nodes says otherwise
-PAUSE = 16  # forwards without drafts by models after pages ran short
+PAUSE = 16  # forwards without drafts after pages ran short
+PROBE = 16  # rounds after which a throttle that stopped lets one token be drafted
+THROTTLE_START = 4  # tokens
 LOOKUPS = 8  # indexes of references that are kept
 SEEN = 2  # tokens a drafter has not read after a round it took part in: the last that stood, and the target's own
 TOKENS_A_ROUND = 2  # that are expected, to divide the cost of catching up
+UNTESTED = 4  # tokens of what was looked up and is not verified that are compared with what comes
 GATE_ERROR, GATE_LEAST = 0.15, 0.3  # of policy "gate": how far rates may lie apart, and the survival worth drafting
 
 
@@ -73,23 +78,29 @@ class Drafting:
         self.events = events
         self.trials = Trials(config, residency, arena, events, costs)
         self._plans: dict[str, Plan] = {}  # the last round's, by target
+        self._lookups_lock = Lock()  # requests are resolved by whoever submits them
+        self._vocabularies: WeakKeyDictionary[Hosted, str] = WeakKeyDictionary()
         self._lookups: dict[tuple[int, int, tuple[tuple[int, ...], ...]], Lookup] = {}
 
     # ---- who
 
-    def resolve(self, draft: str | Draft | Drafter | None, hosted: Hosted) -> Drafts | None:
+    def resolve(self, draft: Draft | DrafterName | tuple[DrafterName, ...] | None, hosted: Hosted) -> Drafts | None:
         """What a request asks for; None: plain decoding.
 
         UnknownModel, VocabMismatch naming the first token that differs, InvalidRequest.
         """
-        if draft is None or not self.config.multi_model:
+        if draft is None:
             return None
         spec = draft if isinstance(draft, Draft) else Draft(by=draft)
-        found = Drafts(spec=spec, names=[], is_auto=spec.by == "auto", pages={})
+        for token in (token for text in spec.references for token in text):
+            if not 0 <= token < hosted.config.vocab_size:
+                most = hosted.config.vocab_size - 1
+                raise InvalidRequest(f"Draft.references: token {token}, expected ids in 0..{most} of {hosted.name!r}")
+        found = Drafts(spec=spec, names=[], is_auto=spec.is_auto, pages={})
         for drafter in spec.drafters:
             if not isinstance(drafter, str):
-                kind = getattr(drafter, "name", type(drafter).__name__)
-                name = kind if kind not in found.own else f"{kind} {len(found.own)}"
+                kind = type(drafter).__name__
+                name = kind if kind not in (*found.own, *self.residency.hosted) else f"{kind} {len(found.own)}"
                 found.own[name] = drafter
                 found.names.append(name)
             elif drafter != "auto":
@@ -97,8 +108,8 @@ class Drafting:
         if spec.width > 1 and not (found.pages or found.names == [hosted.twin]):
             raise InvalidRequest(f"Draft.width={spec.width}: a model drafts a tree, expected one, not {brief(spec.by)}")
         if found.is_auto or "ngram" in found.names:
-            found.lookup = self._lookup_of(spec.min_n, spec.max_n, tuple(map(tuple, spec.references)))
-        return found
+            found.lookup = self._lookup_of(spec.min_n, spec.max_n, spec.references)
+        return found if self.config.multi_model else None
 
     def _resolve_name(self, name: str, hosted: Hosted, found: Drafts) -> None:
         """A hosted model's name comes before what the word means otherwise."""
@@ -109,7 +120,7 @@ class Drafting:
                     "add(name, source, twin='q4')"
                 )
             found.names.append(hosted.twin if name == "twin" else name)
-            return
+            return self._make_pages(found.names[-1], hosted.name, found)
         if name == hosted.name:
             raise InvalidRequest(f"draft={name!r}: a model cannot draft for itself; name another one")
         drafter = self.residency[name]
@@ -133,10 +144,11 @@ class Drafting:
     def _lookup_of(self, min_n: int, max_n: int, references: tuple[tuple[int, ...], ...]) -> Lookup:
         """Requests with the same references share their index, the last few of them."""
         key = min_n, max_n, references
-        shared = self._lookups.pop(key, None) or Lookup(*key)
-        self._lookups[key] = shared
-        while len(self._lookups) > LOOKUPS:
-            self._lookups.pop(next(iter(self._lookups)), None)
+        with self._lookups_lock:
+            shared = self._lookups.pop(key, None) or Lookup(*key)
+            self._lookups[key] = shared
+            while len(self._lookups) > LOOKUPS:
+                del self._lookups[next(iter(self._lookups))]
         return shared.for_another()
 
     def mates(self, target: str) -> list[str]:
@@ -145,8 +157,16 @@ class Drafting:
         return [
             name
             for name, other in self.residency.hosted.items()
-            if name != target and other.model is not None and _vocabulary(other) == _vocabulary(hosted) != ""
+            if name != target and other.model is not None and self._vocabulary(other) == self._vocabulary(hosted) != ""
         ]
+
+    def _vocabulary(self, hosted: Hosted) -> str:
+        """Digest of a model's tokens, "" where its checkpoint has none that can be read."""
+        if hosted not in self._vocabularies:
+            self._vocabularies[hosted] = ""
+            with suppress(CorruptCheckpoint, UnsupportedModel):
+                self._vocabularies[hosted] = hosted.vocab_digest
+        return self._vocabularies[hosted]
 
     def forget(self, name: str) -> None:
         """A model is gone."""
@@ -163,17 +183,21 @@ class Drafting:
         if not mine:
             return Round(parts)
         wishes, streamed = self._wishes(target, mine, len(works))
+        asked: dict[str, dict[Sequence, int]] = {}  # by model
         for sequence, wish in wishes.items():
-            if wish:
+            if wish and not sequence.is_over:
                 mine[sequence].span = self._open_span(sequence, stack)
                 self._propose_free(sequence, mine[sequence], wish)
-        for drafter in dict.fromkeys(name for wish in wishes.values() for name in wish):
-            if drafter in self.residency.hosted:
-                asked = {s: wish[drafter] for s, wish in wishes.items() if drafter in wish and not s.is_over}
-                streamed += self._propose_by(drafter, target, asked, mine, stack)
-        for sequence, part in mine.items():
-            if not sequence.is_over:
-                self._join(sequence, part)
+                for name, count in wish.items():
+                    if _is_model(name, sequence):
+                        asked.setdefault(name, {})[sequence] = count
+        for drafter, counts in asked.items():
+            counts = {sequence: count for sequence, count in counts.items() if not sequence.is_over}
+            streamed += self._propose_by(drafter, target, counts, mine, stack)
+        drafted = [part for sequence, part in mine.items() if not sequence.is_over and self._join(sequence, part)]
+        if sum(len(part.proposal) for part in drafted) > MAX_NODES:  # rows of logits cost memory
+            for part in drafted:
+                part.proposal = part.proposal.first(max(MAX_NODES // len(drafted), 1))
         return Round(parts, streamed)
 
     def _open_span(self, sequence: Sequence, stack: ExitStack) -> Provisional:
@@ -195,21 +219,27 @@ class Drafting:
                 auto[sequence] = most
                 continue
             for name in tuple(drafts.names):
-                if name not in self.residency.hosted or self._is_usable(name, sequence, drafts):
+                if not _is_model(name, sequence) or self._is_usable(name, sequence, drafts):
                     wish[name] = self._length(name, sequence, drafts, most)
             wishes[sequence] = {name: count for name, count in wish.items() if count > 0}
             num_rows += sum(wish.values())
         return wishes, self._plan(target, auto, mine, wishes, num_rows) if auto else 0
 
     def _most(self, sequence: Sequence, drafts: Drafts) -> int:
-        """A round yields one more than it accepts, and never more than are wanted."""
+        """A round yields one more than it accepts, and never more than are wanted; none where pages ran short."""
+        if sequence.num_forwards < drafts.paused_until:
+            return 0
         default = self.config.draft_tokens * (AUTO_FACTOR if drafts.is_auto else 1)
         return min(drafts.spec.tokens or default, sequence.num_left - 1, MAX_DRAFT)
 
     def _length(self, name: str, sequence: Sequence, drafts: Drafts, most: int) -> int:
         """By the policy that the request names."""
         if drafts.spec.policy == "throttle":
-            return min(drafts.throttles.setdefault(name, Throttle()).length, most)
+            longest = drafts.spec.tokens or self.config.draft_tokens
+            throttle = drafts.throttles.setdefault(name, Throttle(most=longest, start=min(longest, THROTTLE_START)))
+            drafts.num_idle[name] = 0 if throttle.length else drafts.num_idle[name] + 1
+            probe = drafts.num_idle[name] % PROBE == 0
+            return min(throttle.length or probe, most)
         if drafts.spec.policy == "gate" and most > 0:
             pair = self.trials.pair(sequence.model, name)
             observed = [row["rate"] for row in drafts.record(name).profile()]
@@ -218,14 +248,17 @@ class Drafting:
 
     def _is_usable(self, name: str, sequence: Sequence, drafts: Drafts) -> bool:
         """Whether this model can draft now; only those on the device do, as far as their own context reaches."""
+        record = drafts.records.get(name)
+        if name not in self.residency.hosted or (record is not None and record.error):
+            return False
         hosted, pages = self.residency[name], drafts.pages.get(name)
         if pages is not None and pages.layout != hosted.layout:  # another model of this name
             drafts.drop(name)
             return False
         return (
             hosted.model is not None
-            and sequence.num_forwards >= drafts.paused_until
             and len(sequence.tokens) < hosted.config.max_context
+            and self.trials.can_read(name, sequence.model, sequence.tokens, 0 if pages is None else len(pages))
         )
 
     # ---- "auto"
@@ -276,7 +309,7 @@ class Drafting:
     def _keep_untested(self, sequence: Sequence, part: Part) -> None:
         """What was looked up and is not verified is compared with the tokens that come."""
         if (ids := part.chains.pop("ngram", None)) and _drafts(sequence).untested is None:
-            _drafts(sequence).untested = part.keys["ngram"], len(sequence.tokens), ids
+            _drafts(sequence).untested = part.keys["ngram"], len(sequence.tokens), ids[:UNTESTED]
 
     def _judge_untested(self, sequence: Sequence, drafts: Drafts) -> None:
         if drafts.untested is None:
@@ -306,7 +339,7 @@ class Drafting:
                     self._propose_own(name, own[name], sequence, part, count)
                 except BaseException as error:
                     return fail_by_hook(sequence, error)
-            elif name == "ngram" and name not in self.residency.hosted:
+            elif name == "ngram":
                 ids = part.chains.get(name) or self._look_up(sequence, part, count)
                 del ids[count:]
 
@@ -335,80 +368,102 @@ class Drafting:
         mine: Mapping[Sequence, Part],
         stack: ExitStack,
     ) -> int:
-        """One model for all sequences that ask it; bytes streamed. Where pages run short, it proposes nothing."""
+        """One model for all that ask it; bytes streamed. Where pages run short, the last in line goes without."""
         passes: list[float] = []
-        is_in_place = self._is_in_place(drafter, target)
         lengths = {sequence: len(sequence.pages) for sequence in asked}
-        inner = stack.enter_context(ExitStack())
-        model = inner.enter_context(self.residency.lease(drafter))
-
-        def run(panel: Panel) -> Tensor:
-            return self._forward(drafter, model, panel, passes)
-
-        try:
-            with self.arena.spare_only():
-                lines = self._lines(drafter, model, asked, is_in_place, passes)
-                self._grow(drafter, lines, mine, run, inner)
-        except KVFull:  # drafts are the first thing given up
+        left = sorted(asked, key=lambda sequence: sequence.rank)
+        while left:
+            inner = stack.enter_context(ExitStack())
+            try:
+                model = inner.enter_context(self.residency.lease(drafter))
+                with self.arena.spare_only():
+                    self._draft(drafter, model, {s: asked[s] for s in left}, mine, passes, inner)
+                break
+            except KVFull:
+                gone = [left.pop()]
+                self.pause(gone)
+            except Exception as error:  # nobody's tokens depend on it
+                gone, left = left, []
+                for sequence in gone:
+                    _drafts(sequence).record(drafter).error = repr(error)
+            finally:
+                for sequence in asked:
+                    pages = _drafts(sequence).pages.get(drafter, sequence.pages)
+                    if pages is sequence.pages:  # a twin's rows go before the target writes its own
+                        pages.rollback(max(len(pages) - lengths[sequence], 0))
             inner.close()
             for sequence in asked:
                 mine[sequence].lines.pop(drafter, None)
                 mine[sequence].tree = None
-                _drafts(sequence).paused_until = sequence.num_forwards + PAUSE
-                if drafter in _drafts(sequence).pages:
-                    _drafts(sequence).pages[drafter].free()
-        finally:
-            if is_in_place:
-                for sequence, length in lengths.items():
-                    sequence.pages.rollback(max(len(sequence.pages) - length, 0))
+                if (own := _drafts(sequence).pages.get(drafter)) is not None:
+                    excess = len(own) if sequence in gone else len(own) - len(sequence.tokens) + 1
+                    own.rollback(max(excess, 0))
         for sequence in asked:
             _drafts(sequence).record(drafter).seconds += sum(passes) / len(asked)
         return len(passes) * self.residency[drafter].plan.nbytes
 
-    def _lines(
-        self, name: str, model: Model, asked: Mapping[Sequence, int], is_in_place: bool, passes: list[float]
-    ) -> dict[Sequence, Line]:
-        """Of those whose drafter is at most a chunk behind; the others catch up by one."""
-        lines, chunk = {}, self.config.prefill_chunk
-        for sequence, count in asked.items():
-            drafts = _drafts(sequence)
-            pages = sequence.pages if is_in_place else drafts.pages[name]
-            missing = len(sequence.tokens) - len(pages)
-            if missing > SEEN:
-                drafts.record(name).num_catch_up += min(missing, chunk)
-            if missing > chunk:
-                ids = sequence.tokens[len(pages) : len(pages) + chunk]
-                self._forward(name, model, Panel([pages], [ids], "none"), passes)
-                continue
-            count = min(count, model.config.max_context - len(sequence.tokens))
-            vocab_size = sequence.hosted.config.vocab_size
-            lines[sequence] = Line(sequence.tokens, sequence.sampler, pages, not is_in_place, count, vocab_size)
-        return lines
+    def pause(self, works: Seq[Work]) -> None:
+        """Pages ran short: for some forwards these draft nothing."""
+        for work in works:
+            if isinstance(work, Sequence) and work.drafts is not None:
+                work.drafts.paused_until = work.num_forwards + PAUSE
 
-    def _grow(
+    def _draft(
         self,
         name: str,
-        lines: Mapping[Sequence, Line],
+        model: Model,
+        asked: Mapping[Sequence, int],
         mine: Mapping[Sequence, Part],
-        run: Any,
+        passes: list[float],
         stack: ExitStack,
     ) -> None:
+        def run(panel: Panel) -> Tensor:
+            return self._forward(name, model, panel, passes)
+
+        lines = self._lines(name, model, asked, run)
         if not lines:
             return
+        sequences, missing = list(lines), {s: len(s.tokens) - len(line.pages) for s, line in lines.items()}
         logits = read(list(lines.values()), run)
-        is_tree = [_drafts(sequence).spec.width > 1 for sequence in lines]
-        chains = [i for i, tree in enumerate(is_tree) if not tree]
-        grown = [i for i, tree in enumerate(is_tree) if tree]
-        sequences = list(lines)
         for sequence, line in lines.items():
             mine[sequence].lines[name] = line
-        if chains:
+            if missing[sequence] > SEEN:
+                _drafts(sequence).record(name).num_catch_up += missing[sequence]
+        grown = [i for i, sequence in enumerate(sequences) if _drafts(sequence).spec.width > 1]
+        if chains := [i for i in range(len(sequences)) if i not in grown]:
             grow_chains([lines[sequences[i]] for i in chains], logits[chains], run)
         if grown:
             trees = [self._tree(name, sequences[i], lines[sequences[i]]) for i in grown]
             for i, tree in zip(grown, trees, strict=True):
                 mine[sequences[i]].tree = tree
             grow_trees(trees, logits[grown], run, stack)
+
+    def _lines(
+        self, name: str, model: Model, asked: Mapping[Sequence, int], run: Callable[[Panel], Tensor]
+    ) -> dict[Sequence, Line]:
+        """Of those whose drafter is not behind, or by no more than a chunk has room for; the others catch up by it."""
+        lines: dict[Sequence, Line] = {}
+        behind: dict[Sequence, tuple[PageList, list[int]]] = {}
+        room = self.config.prefill_chunk
+        for sequence, count in asked.items():
+            self._make_pages(name, sequence.model, _drafts(sequence))
+            own = _drafts(sequence).pages.get(name)
+            pages = sequence.pages if own is None else own
+            missing = len(sequence.tokens) - len(pages)
+            if SEEN < missing > room:
+                if room:
+                    behind[sequence] = pages, sequence.tokens[len(pages) : len(pages) + room]
+                room = 0
+                continue
+            room -= missing if missing > SEEN else 0
+            count = min(count, model.config.max_context - len(sequence.tokens))
+            vocab_size = sequence.hosted.config.vocab_size
+            lines[sequence] = Line(sequence.tokens, sequence.sampler, pages, own is not None, count, vocab_size)
+        if behind:
+            run(Panel([pages for pages, _ in behind.values()], [ids for _, ids in behind.values()], "none"))
+            for sequence, (_, ids) in behind.items():
+                _drafts(sequence).record(name).num_catch_up += len(ids)
+        return lines
 
     def _tree(self, name: str, sequence: Sequence, line: Line) -> Tree:
         spec = _drafts(sequence).spec
@@ -428,13 +483,14 @@ class Drafting:
 
     # ---- what is verified
 
-    def _join(self, sequence: Sequence, part: Part) -> None:
-        """One proposal of all that was drafted."""
+    def _join(self, sequence: Sequence, part: Part) -> bool:
+        """One proposal of all that was drafted; whether there is any."""
         drafts = _drafts(sequence)
         for name, line in tuple(part.lines.items()):
             if not line.is_sound:
                 drafts.drop(name)
                 del part.lines[name]
+                part.tree = None
             elif part.tree is None:
                 part.chains[name], part.probs = line.chain, line.probs
         if part.tree is not None:
@@ -454,6 +510,7 @@ class Drafting:
                 if name in chains
             ]
             part.proposal = merge(rated, drafts.spec.nodes or MAX_NODES)
+        return bool(part.proposal.ids)
 
     def _survival(self, sequence: Sequence, part: Part, name: str, count: int) -> tuple[float, ...]:
         key = part.keys.get(name, name)
@@ -479,6 +536,8 @@ class Drafting:
         if not part.chains:
             name, reached = proposal.by[0][0], min(proposal.depth, len(path) + 1)
             drafts.record(name).count(len(proposal.ids), len(path), reached, len(path))
+            if name in drafts.throttles:
+                drafts.throttles[name].record(len(path), proposal.depth)
             self.trials.observe(sequence.model, drafts, name, reached, len(path))
             if part.tree is not None:
                 part.tree.learn(self.trials.ranks[sequence.model, name], gained)
@@ -507,19 +566,18 @@ def _drafts(sequence: Sequence) -> Drafts:
     return sequence.drafts
 
 
-def _vocabulary(hosted: Hosted) -> str:
-    """Digest of a model's tokens, "" where its checkpoint has none that can be read."""
-    try:
-        return hosted.vocab_digest
-    except (CorruptCheckpoint, UnsupportedModel):
-        return ""
-
-
 def _given(proposed: Any) -> tuple[Any, Any]:
     """Ids and parents, None for a chain; a pair of numbers is a chain of two."""
-    if isinstance(proposed, tuple) and len(proposed) == 2 and not isinstance(proposed[0], SupportsIndex):
-        return proposed
+    if isinstance(proposed, tuple) and len(proposed) == 2:
+        first = proposed[0]
+        if getattr(first, "ndim", int(isinstance(first, Iterable))):
+            return proposed
     return proposed, None
+
+
+def _is_model(name: str, sequence: Sequence) -> bool:
+    """Whether this drafter of a sequence is a hosted model, by name."""
+    return name != "ngram" and name not in _drafts(sequence).own
 
 
 def _fitted(ids: Seq[int], parents: Seq[int], name: str, depth: int, most: int) -> Proposal:

@@ -23,7 +23,7 @@ from polymodel.config import (
     LOW_BITS,
     PUBLIC_DOMAIN,
     Draft,
-    Drafter,
+    DrafterName,
     DynamicPrecision,
     EngineConfig,
     KVKey,
@@ -78,7 +78,7 @@ class Options(TypedDict, total=False):
     stop_at_eos: bool
     stop: str | Sequence[str]
     stop_ids: Sequence[int]
-    draft: str | Draft | Drafter | None
+    draft: Draft | DrafterName | tuple[DrafterName, ...] | None
     precision: DynamicPrecision | None
     domain: str
     priority: int
@@ -369,7 +369,7 @@ class Engine:
         stop_at_eos: bool = True,
         stop: str | Sequence[str] = (),
         stop_ids: Sequence[int] = (),
-        draft: str | Draft | Drafter | None = "auto",
+        draft: Draft | DrafterName | tuple[DrafterName, ...] | None = "auto",
         precision: DynamicPrecision | None = None,
         domain: str = DEFAULT_DOMAIN,
         priority: int = 0,
@@ -394,7 +394,8 @@ class Engine:
                 which accepts more drafts, and promises the distribution only.
             stop: texts that end the request; the text ends before the first of them. stop_ids: tokens that do.
             draft: "auto": whoever promises most tokens a second, or nobody; the name of a hosted model of the same
-                vocabulary, "twin", "ngram", or a Draft that says more; None: nobody. The tokens are the same.
+                vocabulary, "twin", "ngram", several of these, or a Draft that says more; None: nobody. The tokens are
+                the same.
             precision: let the model's twin decode where it is sure; the tokens are then not those of the model alone.
             domain: whose request it is; nothing cached passes from one domain to another. A front sets it from its
                 caller's credentials.
@@ -427,7 +428,7 @@ class Engine:
             raise InvalidRequest(f"priority={brief(priority)}, expected an integer")
         if deadline is not None and not is_number(deadline):
             raise InvalidRequest(f"deadline={brief(deadline)}, expected seconds from now, or None")
-        if draft is not None and not isinstance(draft, Draft) and not hasattr(draft, "propose"):
+        if draft is not None and not isinstance(draft, Draft | tuple | list) and not hasattr(draft, "propose"):
             _name(draft, "draft", ", a Draft, None or 'auto'")
         if precision is not None and not isinstance(precision, DynamicPrecision):
             raise InvalidRequest(f"precision={brief(precision)}, expected a DynamicPrecision, or None")
@@ -538,14 +539,16 @@ class Engine:
         if not output.tokens:
             return
         domain = f"verify_exact {os.urandom(8).hex()}"
-        again = self.submit(
-            output.model,
-            prompt_ids=output.prompt_ids,
-            max_new_tokens=len(output.tokens),
-            draft=None,
-            domain=domain,
-            **settings.options(),
-        )
+        with self.lane.exclusive():
+            again = self.submit(
+                output.model,
+                prompt_ids=output.prompt_ids,
+                max_new_tokens=len(output.tokens),
+                draft=None,
+                domain=domain,
+                **settings.options(),
+            )
+            again.has_begun = True  # it takes nothing over, not even what is open to all
         try:
             self.wait(again)
         finally:
@@ -710,12 +713,15 @@ class Engine:
 
     @property
     def costs(self) -> dict[str, CostTable]:
-        """By model: seconds of a forward by tokens in flight, as far as they were measured."""
-        return self.lane.drafting.trials.costs
+        """By model: seconds of a forward by tokens in flight, as far as they were measured until now."""
+        with self.lane.exclusive():
+            tables = self.lane.drafting.trials.costs.items()
+            return {name: CostTable.of(table.as_dict()) for name, table in tables if table.is_known}
 
     def measure_costs(self, model: str, rows: Sequence[int] = (1, 2, 3, 5, 9, 17), repetitions: int = 5) -> CostTable:
         """Time forwards of so many rows now, while nothing else runs; the model's table."""
         counts = listed(rows, "measure_costs: the rows are", "numbers of rows")
+        self.lane.refuse_in_step("measure_costs")
         with self.lane.exclusive():
             self.lane.check_open()
             self.lane.drafting.trials.measure(_name(model), counts, repetitions)

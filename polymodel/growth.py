@@ -39,12 +39,12 @@ class Line:
     is_sound: bool = True  # its logits were numbers
 
     def next_from(self, logits: Tensor, likeliest: int) -> bool:
-        """Take the next token; whether another one is wanted. A token that the target does not have ends the chain."""
+        """Take the next token by logits over the target's vocabulary; whether another one is wanted."""
         token, probs = likeliest, None
         if not self.sampler.sampling.is_argmax:
             token, probs = self.sampler.draft(logits, self.tokens + self.chain)
-        if not 0 <= token < self.vocab_size:
-            self.is_sound = token >= 0
+        if token < 0:
+            self.is_sound = False
             return False
         self.chain.append(token)
         self.probs.append(probs)
@@ -71,7 +71,8 @@ def _panel(lines: Seq[Line], ids: Seq[list[int]]) -> Panel:
 
 
 def _take(lines: Seq[Line], logits: Tensor) -> list[Line]:
-    """The lines that go on."""
+    """The lines that go on. A drafter's rows beyond the target's vocabulary count for nothing."""
+    logits = logits[:, : lines[0].vocab_size].contiguous()
     likeliest = greedy(logits)
     return [line for line, row, token in zip(lines, logits, likeliest, strict=True) if line.next_from(row, token)]
 
@@ -83,13 +84,13 @@ def _take(lines: Seq[Line], logits: Tensor) -> list[Line]:
 class Ranks:
     """At one depth of a drafter's trees: how often each of its likeliest tokens was right, of how many times."""
 
-    num_seen: int = 0
+    seen: Counter[int] = field(default_factory=Counter)  # by rank
     right: Counter[int] = field(default_factory=Counter)
 
     def rates(self, width: int) -> list[float]:
         """Of the first ranks, beginning with what is expected before anything is known."""
         return [
-            (self.right[rank] + rate * RANK_WEIGHT) / (self.num_seen + RANK_WEIGHT)
+            (self.right[rank] + rate * RANK_WEIGHT) / (self.seen[rank] + RANK_WEIGHT)
             for rank, rate in enumerate(RANK_RATES[:width])
         ]
 
@@ -134,23 +135,34 @@ class Tree:
     def next_level(self) -> list[int]:
         """Nodes that are there, have children to come, and are not computed yet."""
         waiting = {parent for parent, _ in self.shape[len(self.ids) :] if 0 <= parent < len(self.ids)}
-        return sorted(waiting.difference(self.inner))
+        return sorted(node for node in waiting.difference(self.inner) if self.ids[node] >= 0)
 
     def add(self, rows: Mapping[int, Tensor]) -> None:
         """The children of nodes whose logits [vocab] are known."""
-        while len(self.ids) < len(self.shape) and self.shape[len(self.ids)][0] in rows:
+        while len(self.ids) < len(self.shape):
             parent = self.shape[len(self.ids)][0]
             ranks = [rank for above, rank in self.shape if above == parent]
-            likely = self._likeliest(rows[parent], self.line.tokens + self._path(parent), max(ranks) + 1)
+            if parent >= 0 and self.ids[parent] < 0:
+                self.ids += [-1] * len(ranks)  # below no token stands none
+                continue
+            if parent not in rows:
+                return
+            likely = self._likeliest(rows[parent][: self.line.vocab_size], parent, max(ranks) + 1)
             self.ids += [likely[rank] for rank in ranks]
 
-    def _likeliest(self, logits: Tensor, tokens: list[int], count: int) -> list[int]:
-        """The token that the drafter would choose, then its likeliest others."""
-        ids: list[int] = logits.topk(min(count + 1, len(logits))).indices.tolist()
+    def _likeliest(self, logits: Tensor, parent: int, count: int) -> list[int]:
+        """The token that the drafter would choose below a node, then its likeliest others."""
+        ids: list[int] = logits.topk(min(count, len(logits))).indices.tolist()
         sampler = self.line.sampler
-        first = greedy(logits[None])[0] if sampler.sampling.is_argmax else sampler.draft(logits, tokens)[0]
+        if sampler.sampling.is_argmax:
+            (first,) = greedy(logits[None])
+        else:
+            first, _ = sampler.draft(logits, self.line.tokens + self._path(parent))
+        if first < 0:
+            self.line.is_sound = False
+            return [-1] * count
         ids = [first, *(token for token in ids if token != first)]
-        return ids + [-1] * (count - len(ids))  # a vocabulary of so few; no token stands there
+        return ids + [-1] * (count - len(ids))  # a vocabulary of so few
 
     def _path(self, node: int) -> list[int]:
         ids: list[int] = []
@@ -163,12 +175,13 @@ class Tree:
         """Which rank was right at each depth, by the tokens that stood."""
         parent = -1
         for depth, token in enumerate(gained):
-            children = {self.ids[i]: i for i in range(len(self.ids)) if self.shape[i][0] == parent}
+            below = [i for i in range(len(self.ids)) if self.shape[i][0] == parent and self.ids[i] >= 0]
+            children = {self.ids[i]: i for i in below}
             if not children:
                 return
             if depth == len(ranks):
                 ranks.append(Ranks())
-            ranks[depth].num_seen += 1
+            ranks[depth].seen.update(self.shape[child][1] for child in children.values())
             if token not in children:
                 return
             parent = children[token]
@@ -177,7 +190,7 @@ class Tree:
     def keep(self, path: Seq[int]) -> None:
         """Append the computed nodes that stand to the drafter's pages, so that it need not read them again."""
         kept = [self.inner.index(node) for node in path if node in self.inner]
-        if kept and self.places is not None:
+        if kept and self.places is not None and len(self.line.pages) == self.line.base:  # or they were given up
             self.line.pages.reserve(len(kept))
             append_nodes([self.line.pages], [self.places[kept]])
 

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
@@ -204,7 +204,13 @@ class Lane:
 
     def abandon(self, sequence: Sequence) -> None:
         """`cancel` that does not wait, for a garbage collector may call it anywhere."""
+        sequence.is_cancelled = True
         self._ended.append((sequence, None))
+
+    def refuse_in_step(self, verb: str) -> None:
+        """InvalidRequest for a hook of the step that runs."""
+        if self._is_held and self._is_in_step:
+            raise InvalidRequest(f"{verb}: called by a hook of the lane that runs it")
 
     @property
     def _is_held(self) -> bool:
@@ -237,8 +243,7 @@ class Lane:
 
     def close(self) -> None:
         """Fail what is still running; nothing can be handed in afterwards."""
-        if self._is_held and self._is_in_step:
-            raise InvalidRequest("close: called by a hook of the lane that runs it")
+        self.refuse_in_step("close")
         self._stop()
         with self.exclusive():
             self._fail_all(EngineClosed("the engine was closed"))
@@ -291,6 +296,7 @@ class Lane:
         self._drop_finished()
         self.scheduler.forget(name)
         self.drafting.forget(name)
+        self.account()
 
     @property
     def requests(self) -> list[Sequence]:
@@ -478,6 +484,7 @@ class Lane:
             with self._wake_lock:
                 self.live = [work for work in self.live if not work.is_over]
             self._unblock()
+            self.account()
 
     def _unblock(self, *, waits_for: tuple[str, ...] = ("pages", "prefill")) -> None:
         for work in self.live:
@@ -550,17 +557,18 @@ class Lane:
             kind: Kind = "verify" if is_drafted else "decode"
             start = time.perf_counter()
             try:
-                panel = self._panel(ready, parts, stack)
-                tokens, layers = sum(len(ids) for ids in panel.ids), model.config.num_layers
-                with self.events.span(kind, name, tokens=tokens, sequences=len(ready), layers=layers):
-                    logits = forward(model, self.arena, panel)
-                    chosen = self._choose(ready, logits)
+                with self.arena.spare_only() if is_drafted else nullcontext():  # nothing is given up for drafts
+                    panel = self._panel(ready, parts, stack)
+                    tokens, layers = sum(len(ids) for ids in panel.ids), model.config.num_layers
+                    with self.events.span(kind, name, tokens=tokens, sequences=len(ready), layers=layers):
+                        logits = forward(model, self.arena, panel)
+                        chosen = self._choose(ready, logits)
             except KVFull:
-                pass  # without drafts, or with room made for each
+                self.drafting.pause(ready)  # once more without drafts, or with room made for each
             else:
                 seconds = time.perf_counter() - start
                 self.drafting.trials.observe_cost(name, tokens, seconds)
-                self.drafting.trials.earn(name, seconds)
+                self.drafting.trials.earn(name, tokens, seconds)
                 for work in ready:
                     if isinstance(work, Sequence):
                         work.num_forwards += 1
@@ -668,7 +676,7 @@ class Lane:
         if not isinstance(work, Sequence) or work.is_over:
             return None
         proposal = part.proposal
-        target = ids if work.is_argmax else _Chosen(work, part, rows)
+        target: Seq[int | None] = ids if work.is_argmax else _Chosen(work, part, rows)
         try:
             return accept_tree(proposal.ids, proposal.parents, target)
         except BaseException as error:
@@ -680,9 +688,11 @@ class Lane:
         gained = [part.proposal.ids[node] for node in verdict.path]
         if verdict.next is not None:
             gained.append(verdict.next)
-        self.drafting.settle(sequence, part, verdict.path, gained)
+        gained = gained[: sequence.num_until_end(gained)]
+        path = verdict.path[: len(gained)]
+        self.drafting.settle(sequence, part, path, gained)
         if part.span is not None:
-            part.span.promote(1 + len(verdict.path))
+            part.span.promote(1 + len(path))
         sequence.emit(gained)
 
     # ---- drafts
@@ -694,9 +704,12 @@ class Lane:
     # ---- when pages run short, in this order
 
     def _give_up_drafts(self, layout: KVLayout, count: int) -> None:
-        for sequence in self.requests:
+        for sequence in sorted(self.requests, key=lambda r: r.rank, reverse=True):  # the last in line first
+            if self.arena.num_free(layout) >= count:
+                break
             if sequence.drafts is not None:
                 sequence.drafts.free()
+        self.account()
 
     def _give_up_states(self, layout: KVLayout, count: int) -> None:
         self.arena.drop_states()
@@ -745,7 +758,7 @@ class Lane:
             try:
                 return act()
             except KVFull:
-                if not self._preempt_last():
+                if self._is_in_step or not self._preempt_last():  # nobody's pages go in the middle of his round
                     raise
 
     def _preempt_last(self, after: Sequence | None = None) -> bool:
@@ -806,8 +819,11 @@ class Lane:
         return False
 
 
-class _Chosen(Seq[int]):
-    """The target's choice after each row of a proposal, made when it is asked for: only along what is accepted."""
+class _Chosen(Seq["int | None"]):
+    """The target's choice after each row of a proposal, made when it is asked for: only along what is accepted.
+
+    None after what ends the request, so that a processor is not asked beyond.
+    """
 
     def __init__(self, sequence: Sequence, part: Part, rows: Tensor) -> None:
         self._sequence, self._part, self._rows = sequence, part, rows
@@ -817,10 +833,12 @@ class _Chosen(Seq[int]):
 
     def __getitem__(self, row: Any) -> Any:
         sequence, proposal = self._sequence, self._part.proposal
-        path = proposal.path_of(row - 1) if row else ()
-        so_far = sequence.tokens + [proposal.ids[node] for node in path]
+        path = [proposal.ids[node] for node in proposal.path_of(row - 1)] if row else []
+        so_far = sequence.tokens + path
         logits = self._rows[row]
         if sequence.logits_processor is not None:
+            if path and (path[-1] in sequence.stop_ids or (sequence.stop and sequence.stop.would_find(path))):
+                return None
             given = logits.clone()
             logits = _checked(sequence.logits_processor(so_far, given), given)
         if sequence.sampler.is_rejection and row < len(proposal.ids):

@@ -8,6 +8,7 @@ from polymodel.config import is_number
 from polymodel.errors import InvalidRequest, brief
 
 LONGEST = 8  # tokens of an n-gram
+MOST_NEW = 4096  # tokens that are indexed in one call; what is left is in the next ones
 
 
 class _Index:
@@ -19,14 +20,16 @@ class _Index:
         self._ends: dict[tuple[int, ...], int] = {}
         self.num_tokens = 0
 
-    def grow(self, tokens: Sequence[int]) -> None:
-        for end in range(max(self.num_tokens, 1), len(tokens)):
+    def grow(self, tokens: Sequence[int], most: int) -> None:
+        """Index at most so many tokens that are new."""
+        stop = min(len(tokens), self.num_tokens + most)
+        for end in range(max(self.num_tokens, 1), stop):
             window = tuple(tokens[max(end - self._max_n, 0) : end])
             for n in self._sizes:
                 if n > end:
                     break
                 self._ends[window[-n:]] = end
-        self.num_tokens = len(tokens)
+        self.num_tokens = stop
 
     def end(self, gram: tuple[int, ...]) -> int | None:
         return self._ends.get(gram)
@@ -47,7 +50,7 @@ class Lookup:
         for reference in references:
             text = tuple(reference)
             self._references.append((text, _Index(min_n, max_n)))
-            self._references[-1][1].grow(text)
+            self._references[-1][1].grow(text, len(text))
 
     def for_another(self) -> Lookup:
         """The drafter of another sequence, on the same index of the same references."""
@@ -64,7 +67,7 @@ class Lookup:
         """
         if len(tokens) < self._own.num_tokens:
             self._own = _Index(self._sizes[-1], self._sizes[0])
-        self._own.grow(tokens)
+        self._own.grow(tokens, MOST_NEW)
         if count <= 0:
             return [], 0
         for n in self._sizes:

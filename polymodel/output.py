@@ -23,6 +23,7 @@ class DrafterMetrics:
     draft_acceptance_rate: float
     num_catch_up: int  # tokens that it read because it had not drafted from the start
     seconds: float  # of its forwards, an equal part of those that it shared with other requests
+    error: str  # that ended its drafting, "" if none did
     acceptance_profile: tuple[dict[str, Any], ...]  # by position: proposed, accepted and rate, given that it got there
 
 
@@ -183,7 +184,7 @@ def _metrics(request: Sequence) -> Metrics:
         num_drafted=request.num_drafted,
         num_accepted=request.num_accepted,
         draft_acceptance_rate=request.num_accepted / request.num_drafted if request.num_drafted else 0.0,
-        mean_acceptance_length=(count - 1) / forwards if forwards else 0.0,
+        mean_acceptance_length=(count - 1 - request.num_low_bit) / forwards if forwards else 0.0,
         acceptance_histogram=tuple(request.acceptance_histogram),
         num_draft_rounds=request.num_draft_rounds,
         drafters=_drafters(request),
@@ -204,6 +205,7 @@ def _drafters(request: Sequence) -> dict[str, DrafterMetrics]:
             draft_acceptance_rate=record.num_accepted / record.num_drafted if record.num_drafted else 0.0,
             num_catch_up=record.num_catch_up,
             seconds=record.seconds,
+            error=record.error,
             acceptance_profile=tuple(record.profile()),
         )
         for name, record in drafts.records.items()

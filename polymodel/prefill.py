@@ -104,6 +104,7 @@ class Prefill:
         schemes = sorted({matrix.scheme for matrix in hosted.plan.matrices.values()})
         facts = backend_facts(self.residency.device, hosted.layout.dtype)
         facts |= {"schemes": ",".join(schemes + hosted.notes), "weights": hosted.plan.weights}
+        facts["model"] = hosted.band_digests[-1]
         return facts | {"policy": POLICY.digest(**facts)}
 
     def policy(self, hosted: Hosted) -> str:

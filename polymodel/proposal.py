@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import islice
 from operator import index
 from typing import SupportsIndex
 
 from polymodel.accept import check_tree
-from polymodel.config import is_number
+from polymodel.config import MAX_NODES, is_number
 from polymodel.errors import InvalidRequest, brief
 
 
@@ -39,6 +40,10 @@ class Proposal:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def first(self, count: int) -> Proposal:
+        """Its first `count` nodes."""
+        return Proposal(self.ids[:count], self.parents[:count], self.by[:count])
+
     @property
     def is_chain(self) -> bool:
         return self.parents == tuple(range(-1, len(self.ids) - 1))
@@ -63,7 +68,7 @@ class Proposal:
 def checked(
     ids: Iterable[SupportsIndex], parents: Iterable[SupportsIndex] | None, vocab_size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids and parents that can be verified, of what a drafter gave; no parents: a chain.
+    """The ids and parents that can be verified, of what a drafter gave: the first 255 nodes. No parents: a chain.
 
     A node whose id is no integer in 0..vocab_size - 1 goes, with everything below it; the others are renumbered.
     Raises InvalidRequest for what is no list and for parents that are no tree.
@@ -82,7 +87,7 @@ def checked(
 
 def _wholes(name: str, given: Iterable[SupportsIndex]) -> list[int]:
     try:
-        return [_whole(value) for value in given]
+        return [_whole(value) for value in islice(given, MAX_NODES)]
     except TypeError as error:
         raise InvalidRequest(f"a drafter's {name} must be a list of integers, got {brief(given)}") from error
 

@@ -24,7 +24,16 @@ from csrc_triton.fused import RopeTable
 from csrc_triton.pages import KVLayout
 from csrc_triton.quant import QTensor, dense, dequantize, quantize
 from polymodel.checkpoint import Checkpoint
-from polymodel.config import PAGE_TOKENS, WEIGHT_CHECKS, ModelConfig, PoolPolicy, WeightCheck, Weights, is_number
+from polymodel.config import (
+    PAGE_TOKENS,
+    RESERVED_NAMES,
+    WEIGHT_CHECKS,
+    ModelConfig,
+    PoolPolicy,
+    WeightCheck,
+    Weights,
+    is_number,
+)
 from polymodel.errors import (
     CorruptCheckpoint,
     DuplicateId,
@@ -475,6 +484,8 @@ class Residency:
             raise InvalidRequest(f"a model's name must be text in one line, got {brief(name)}")
         if not name:
             raise EmptyId("a model needs a name, got ''")
+        if name in RESERVED_NAMES:
+            raise InvalidRequest(f"a model cannot be named {name!r}, which draft= means something else by")
         if ttl is not None and not (is_number(ttl) and ttl >= 0):
             raise InvalidRequest(f"ttl={brief(ttl)}, expected seconds from 0 on, or None")
         if name in self._models:

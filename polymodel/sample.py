@@ -222,8 +222,8 @@ def adjusted(logits: Tensor, sampling: Sampling, seen: Mapping[int, int], output
     if not (sampling.logit_bias or sampling.has_penalties):
         return logits
     row = logits.double()
-    if sampling.logit_bias:
-        ids, biases = row.new_tensor([*sampling.logit_bias.items()]).unbind(1)
+    if bias := [pair for pair in sampling.logit_bias.items() if pair[0] < len(row)]:  # a drafter may have fewer rows
+        ids, biases = row.new_tensor(bias).unbind(1)
         row[ids.long()] += biases
     if sampling.repetition_penalty != 1:
         ids, _ = _times(seen, row)
@@ -236,8 +236,8 @@ def adjusted(logits: Tensor, sampling: Sampling, seen: Mapping[int, int], output
 
 
 def _times(counts: Mapping[int, int], row: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids int64 that were counted, and how often, in the row's dtype."""
-    some = {token: times for token, times in counts.items() if times > 0}
+    """Ids int64 that were counted and have a place in the row, and how often, in the row's dtype."""
+    some = {token: times for token, times in counts.items() if times > 0 and token < len(row)}
     return torch.tensor([*some], dtype=torch.int64, device=row.device), row.new_tensor([*some.values()])
 
 

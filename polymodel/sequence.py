@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -153,6 +154,7 @@ class DraftRecord:
     num_accepted: int = 0
     num_catch_up: int = 0  # tokens that it read because it had not drafted from the start
     seconds: float = 0.0
+    error: str = ""  # that ended its drafting
     positions: list[list[int]] = field(default_factory=list)  # proposed and accepted by position, if it got there
 
     def count(self, num_drafted: int, num_accepted: int, reached: int, stood: int) -> None:
@@ -186,6 +188,7 @@ class Drafts:
     rates: dict[str, AcceptanceRates] = field(default_factory=dict)
     records: dict[str, DraftRecord] = field(default_factory=dict)
     throttles: dict[str, Throttle] = field(default_factory=dict)
+    num_idle: Counter[str] = field(default_factory=Counter)  # rounds since a throttle let its drafter draft
     untested: tuple[str, int, list[int]] | None = None  # what was looked up but not verified: for whom, where, what
     paused_until: int = 0  # forwards before models draft again, since pages ran short
 
@@ -235,6 +238,7 @@ class Sequence(Context, Work):
     on_token: Callable[[int], None] | None = None
     on_done: Callable[[Sequence], None] | None = None  # its pages are still there
     swapped: Swapped | None = None  # its pages, if it was preempted by swapping
+    is_cancelled: bool = False  # and over as soon as the lane gets to it
     finish_reason: str = ""  # "stop", "length", "cancelled" or "error"
     num_prompt: int = 0
     num_forwards: int = 0  # target forwards after the prefill
@@ -271,6 +275,14 @@ class Sequence(Context, Work):
         """New tokens it may still produce."""
         return self.max_new_tokens - (len(self.tokens) - self.num_prompt)
 
+    def num_until_end(self, ids: list[int]) -> int:
+        """How many of these new tokens there are up to one that ends the request, itself included."""
+        stop = None if self.stop is None else self.stop.copy()
+        for count, token in enumerate(ids, 1):
+            if token in self.stop_ids or (stop is not None and stop.push(token)):
+                return count
+        return len(ids)
+
     def emit(self, ids: list[int]) -> None:
         """Take new tokens up to a stop token or the limit; what lies beyond is not the request's.
 
@@ -289,6 +301,8 @@ class Sequence(Context, Work):
                     self.on_token(token)
                 except BaseException as error:
                     return fail_by_hook(self, error)
+                if self.is_over or self.is_cancelled:  # by the hook
+                    return
             if token in self.stop_ids or (self.stop is not None and self.stop.push(token)):
                 return self.finish("stop")
             if self.num_left <= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 from polymodel.errors import InvalidRequest, brief
 from polymodel.tokenizer import Tokenizer
@@ -51,6 +52,16 @@ class StopStrings:
         if not self.is_found:
             self._take(self._stream.push(token))
         return self.is_found
+
+    def would_find(self, tokens: Sequence[int]) -> bool:
+        """Whether the text would contain a stop string if these came next; nothing is taken."""
+        return any(map(self.copy().push, tokens))
+
+    def copy(self) -> StopStrings:
+        """One that goes on from here by itself, without the text so far."""
+        twin = copy(self)
+        twin._shown, twin._stream = [], self._stream.copy()
+        return twin
 
     def flush(self) -> None:
         """No token comes any more: what was held back may be shown, too."""

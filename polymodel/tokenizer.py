@@ -13,6 +13,7 @@ import operator
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -308,6 +309,13 @@ class DecodeStream:
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._strip_space = strip_space  # until the first character
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def copy(self) -> DecodeStream:
+        """One that goes on from here by itself."""
+        twin = copy(self)
+        twin._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        twin._decoder.setstate(self._decoder.getstate())
+        return twin
 
     def push(self, token_id: int) -> str:
         if self._skip_special and self._tokenizer.is_special(token_id):
