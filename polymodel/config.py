@@ -209,7 +209,7 @@ class Drafter(Protocol):
         """
 
 
-DrafterName: TypeAlias = "str | Drafter"
+DrafterName: TypeAlias = str | Drafter
 
 
 @dataclass(frozen=True, slots=True)

@@ -569,9 +569,6 @@ class Lane:
                 seconds = time.perf_counter() - start
                 self.drafting.trials.observe_cost(name, tokens, seconds)
                 self.drafting.trials.earn(name, tokens, seconds)
-                for work in ready:
-                    if isinstance(work, Sequence):
-                        work.num_forwards += 1
                 self._commit_all(model, ready, parts, logits, chosen, panel)
                 read = sum(len(w.context.pages) for w in ready) * model.layout.page_bytes // PAGE_TOKENS
                 return streamed + self.residency[name].plan.nbytes + read
@@ -615,9 +612,7 @@ class Lane:
                 work.num_fallbacks += 1
         if done:
             rows = [i for i, work in enumerate(asking) if work in done]
-            for work in done:
-                work.num_low_bit += 1
-            self._commit_all(model, done, [Part() for _ in done], logits[rows])
+            self._commit_all(model, done, [Part() for _ in done], logits[rows], is_twin=True)
         return [work for work in ready if work not in done], self.residency[twin].plan.nbytes
 
     def _with_room(self, ready: list[Work]) -> list[Work]:
@@ -646,8 +641,12 @@ class Lane:
         logits: Tensor,
         chosen: list[int] | None = None,
         panel: Panel | None = None,
+        is_twin: bool = False,
     ) -> None:
-        """Each its tokens, or its logits [rows, vocab]. Accepted nodes of trees get into the pages first."""
+        """Each its tokens, or its logits [rows, vocab]. Accepted nodes of trees get into the pages first.
+
+        is_twin: the logits are those of a low-bit twin, to which dynamic precision has left the step.
+        """
         ids = self._choose(works, logits) if chosen is None else chosen
         verdicts: list[Accepted | None] = []
         start = 0
@@ -668,6 +667,8 @@ class Lane:
             elif isinstance(work, Feed):
                 work.receive(logits[start] if len(logits) == 1 else logits[start].clone())
             elif isinstance(work, Sequence) and verdict is not None:
+                work.num_low_bit += is_twin
+                work.num_forwards += not is_twin and work.first_token > 0
                 self._commit(work, part, verdict)
             start += 1 + len(part.proposal.ids)
 

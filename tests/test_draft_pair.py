@@ -42,7 +42,7 @@ def test_the_smaller_model_drafts_and_changes_no_token(pair: tuple[Path, Path]) 
                 assert out.metrics.num_target_forwards <= plain.metrics.num_target_forwards
                 m, ratio = out.metrics, out.metrics.tokens_per_second / plain.metrics.tokens_per_second
                 print(
-                    f"{str(draft.by):22} width {draft.width}: {m.num_target_forwards} forwards of "
+                    f"{draft.by!s:22} width {draft.width}: {m.num_target_forwards} forwards of "
                     f"{plain.metrics.num_target_forwards}, {m.num_accepted} of {m.num_drafted} accepted, "
                     f"{m.mean_acceptance_length:.2f} tokens a forward, x{ratio:.2f} plain"
                 )

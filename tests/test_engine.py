@@ -737,7 +737,11 @@ def test_a_reload_that_fails_fails_its_requests_and_can_be_tried_again(
         ({"prompt_ids": [1], "deadline": float("nan")}, errors.InvalidRequest, "deadline=nan, expected seconds"),
         ({"prompt_ids": [1], "seed": 1.5}, errors.InvalidRequest, "seed must be an integer, got 1.5"),
         ({"prompt_ids": [1], "priority": True}, errors.InvalidRequest, "priority=True, expected an integer"),
-        ({"prompt_ids": [1], "draft": False}, errors.InvalidRequest, "draft: .* name, a Draft, None or 'auto', got False"),
+        (
+            {"prompt_ids": [1], "draft": False},
+            errors.InvalidRequest,
+            "draft: .* name, a Draft, None or 'auto', got False",
+        ),
         ({"messages": "hi"}, errors.InvalidRequest, 'messages=\'hi\', expected a list of {"role": ..., "content"'),
         ({"messages": [{"role": "user"}]}, errors.InvalidRequest, 'expected a list of {"role"'),
         ({"prompt": ["a" * 500]}, errors.InvalidRequest, r"the prompt is \['a{115}\.\.\., expected text"),

@@ -27,7 +27,19 @@ ORDER = {
     """,
 }
 FILES = [(package, name) for package, names in ORDER.items() for name in names.split()]
-NO_TORCH = ["errors", "events", "ledger", "pool", "schedule", "sim", "provisional", "accept", "proposal", "lookup", "control"]
+NO_TORCH = [
+    "errors",
+    "events",
+    "ledger",
+    "pool",
+    "schedule",
+    "sim",
+    "provisional",
+    "accept",
+    "proposal",
+    "lookup",
+    "control",
+]
 SWITCH = "POLYMODEL"  # the one documented environment variable
 HEAVY = ["torch", "triton", "tokenizers", "jinja2", "transformers", "gguf", "numpy", "rich", "typer"]
 

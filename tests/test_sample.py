@@ -78,7 +78,7 @@ def dense(probs: dict[int, float], size: int) -> np.ndarray:
     return found
 
 
-COUNTS = pytest.mark.parametrize("count", (400, pytest.param(10_000, marks=pytest.mark.slow)))
+COUNTS = pytest.mark.parametrize("count", (250, pytest.param(10_000, marks=pytest.mark.slow)))
 FILTERS: list[dict[str, Any]] = [
     {},
     {"top_k": 5},

@@ -11,7 +11,7 @@ from tiny import write_tokenizer
 
 from polymodel.errors import InvalidRequest
 from polymodel.stop import StopStrings
-from polymodel.tokenizer import Tokenizer
+from polymodel.tokenizer import DecodeStream, Tokenizer
 
 MERGES = ("a b", "ab c", "abc a", "b c", "c d", "a a", "Ċ Ċ", "Ġ a")
 
@@ -100,6 +100,32 @@ def test_control_tokens_are_no_text(tokenizer: Tokenizer) -> None:
     assert stops.is_found
 
 
+def test_what_would_come_is_not_taken(tokenizer: Tokenizer) -> None:
+    stops = StopStrings(tokenizer, ["abcd", "é"])
+    a, bc, d, c, *accent = ids(tokenizer, "a", "bc", "d", "c", b"\xc3", b"\xa9")
+    assert stops.would_find([a, bc, d, c]) and not stops.would_find([a, bc]) and not stops.would_find([])
+    assert stops.would_find([c, *accent]) and not stops.would_find([c, accent[0], a])
+    assert (stops.text, stops.is_found) == ("", False)
+    assert shown(stops, [c, a, bc]) == ["c", "c", "c"]
+    assert stops.would_find([d]) and not stops.would_find([c, d])  # what is held back counts
+    assert stops.text == "c" and not stops.push(c) and stops.text == "cabcc"
+    assert not stops.push(accent[0])
+    assert stops.would_find(accent[1:]) and not stops.would_find([a])  # half a character, too
+    assert stops.push(accent[1]) and stops.text == "cabcc"
+    assert stops.would_find([a])
+
+
+def test_a_copy_of_a_stream_goes_on_by_itself(tokenizer: Tokenizer) -> None:
+    space, *accent = ids(tokenizer, " a", b"\xc3", b"\xa9")
+    stream = DecodeStream(tokenizer, skip_special=True, strip_space=True)
+    early = stream.copy()
+    assert stream.push(space) == early.push(space) == "a"  # each strips the first space of its own
+    assert early.push(space) == " a" and stream.push(accent[0]) == ""
+    late = stream.copy()
+    assert late.push(accent[1]) == "é" and late.flush() == ""
+    assert early.flush() == "" and stream.push(accent[1]) == "é"
+
+
 @given(
     st.lists(st.sampled_from(["a", "b", "c", "ab", "abc", "abca", "bc", "aa"]), max_size=12),
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
@@ -109,7 +135,9 @@ def test_a_step_at_a_time_finds_what_a_search_of_the_text_finds(
 ) -> None:
     stops, text, before = StopStrings(tokenizer, wanted), "", ""
     for token, piece in zip(ids(tokenizer, *pieces), pieces, strict=True):
+        would_find = stops.would_find([token])
         is_found, text = stops.push(token), text + piece
+        assert would_find is is_found
         starts = [text.find(stop) for stop in wanted if stop in text]
         assert is_found is bool(starts) and stops.text.startswith(before)
         before = stops.text

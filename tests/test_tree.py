@@ -402,8 +402,15 @@ def test_random_trees(seed: int, threads: int) -> None:
     drafted.check(window=rng.randint(1, 800))
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": 64, "sinks": SINKS[[0, 1, 2, 0]]}, {"softcap": 9.0}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.int8, {"window": 3}),
+        (torch.float32, {"window": 64, "sinks": SINKS[[0, 1, 2, 0]]}),
+        (torch.int8, {"softcap": 9.0}),
+    ],
+)
 def test_a_tree_may_grow(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Level by level, node by node, or a part at a time, where some leaves have no rows: the bits of the whole tree."""
     levels = [-1, -1, 0, 0, 1, 2, 2, 4, 5, 6, 7, 7]
