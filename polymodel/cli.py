@@ -117,7 +117,9 @@ def run(
         str,
         typer.Option(help="Who drafts: auto, ngram, twin (the model in fewer bits), a model's path or name, or none."),
     ] = "auto",
-    draft_weights: Annotated[str, typer.Option(help="Weights of the twin or of the drafter, as --weights.")] = "q4",
+    draft_weights: Annotated[
+        str, typer.Option(help="Weights of the drafter, as --weights, or of the twin: q4, q8 or w8a8.")
+    ] = "q4",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt, without the chat template.")] = False,
     budget: BudgetOption = None,
     kv_budget: KvBudgetOption = None,
@@ -139,6 +141,8 @@ def run(
         _stream(engine, request)
         metrics = engine.output(request).metrics
         drafted = f", {metrics.num_accepted} of {metrics.num_drafted} drafted" if metrics.num_drafted else ""
+        if not drafted and draft not in ("auto", "none"):
+            drafted = ", nobody drafted"
         typer.echo(
             f"{metrics.num_output_tokens} tokens, {metrics.tokens_per_second:.1f}/s, "
             f"first after {metrics.time_to_first_token:.2f} s{drafted}",

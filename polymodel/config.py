@@ -35,7 +35,7 @@ LowBit = Literal["q4", "q8", "w8a8"]
 LOW_BITS: tuple[LowBit, ...] = ("q4", "q8", "w8a8")  # weights of a twin
 MAX_DRAFT = 63  # levels of a tree below the pending token
 MAX_NODES = 255  # and its nodes; of all that is drafted in a round as well
-RESERVED_NAMES = ("auto", "ngram")  # that no model can have
+RESERVED_NAMES = ("auto", "ngram", "twin")  # that no model can have
 DEFAULT_DOMAIN = "default"  # of an engine whose callers name none
 PUBLIC_DOMAIN = "*"  # of prefixes that the operator opened to all
 
@@ -217,13 +217,16 @@ class Draft:
     """Who drafts for a request, and how much. Whatever is drafted, the tokens are those of plain decoding.
 
     by: "auto": whoever promises most tokens a second, by measured costs and acceptance, or nobody; the name of a hosted
-        model; "twin": the model's own low-bit twin; "ngram": what followed the last n tokens where they came before, in
-        the request or in `references`; an object with `propose`; or several of these, whose chains become one tree.
+        model; "twin": the model's own low-bit twin; "ngram": what followed the last tokens where they came before, in
+        the request or in `references`; an object with `propose(tokens, count)` (see `Drafter`; what it raises ends the
+        request); or a tuple or list of these, whose chains become one tree.
     tokens: the most that is drafted in a row; None: EngineConfig.draft_tokens (for "auto": four times as many).
-    width: above 1, a model drafts a tree: at each node its likeliest next tokens, at most so many.
+    width: above 1, one model drafts a tree: at each node its likeliest next tokens, at most so many.
     nodes: of a tree, the most that are verified at once; None: three for each level.
-    policy: "fixed": always `tokens`; "throttle": shorter while few are accepted; "gate": as far as this request bears
-        out what others of the pair have shown.
+    policy: "fixed": always `tokens`; "throttle": shorter while few are accepted, none after a while, and one token now
+        and then to see; "gate": as far as this request bears out what others of the pair have shown.
+    min_n, max_n: of "ngram" and "auto", the fewest and the most last tokens that have to agree, in 1..8.
+    references: of "ngram" and "auto", texts to look in as well, as token ids: [tokenizer.encode(text), ..].
     """
 
     by: DrafterName | tuple[DrafterName, ...] = "auto"
@@ -231,9 +234,9 @@ class Draft:
     width: int = 1
     nodes: int | None = None
     policy: DraftPolicy = "fixed"
-    min_n: int = 2  # of n-gram lookup: the shortest match
-    max_n: int = 5  # and the longest that is looked for
-    references: tuple[tuple[int, ...], ...] = ()  # token ids of texts that may be quoted
+    min_n: int = 2
+    max_n: int = 5
+    references: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.by, list):
@@ -256,6 +259,12 @@ class Draft:
             raise InvalidRequest("Draft.policy and Draft.nodes are for drafters that are named; 'auto' decides itself")
         if self.references and not (self.is_auto or "ngram" in self.drafters):
             raise InvalidRequest(f"Draft.references are for 'ngram' and 'auto', not for {brief(self.by)}")
+        if not (is_number(self.min_n, int) and is_number(self.max_n, int) and 1 <= self.min_n <= self.max_n <= 8):
+            raise InvalidRequest(
+                f"Draft.min_n={brief(self.min_n)}, max_n={brief(self.max_n)}, expected 1 <= min_n <= max_n <= 8"
+            )
+        if len({one if isinstance(one, str) else id(one) for one in self.drafters}) < len(self.drafters):
+            raise InvalidRequest(f"Draft.by={brief(self.by)} names a drafter twice")
         if self.width > 1 and (self.is_auto or len(self.drafters) > 1):
             raise InvalidRequest(
                 f"Draft.width={self.width} by {brief(self.by)}: one model drafts a tree, expected its name"
@@ -278,15 +287,17 @@ def _texts(given: object) -> tuple[tuple[int, ...], ...]:
     """Draft.references as tuples of ints."""
     with suppress(TypeError):
         return tuple(tuple(index(token) for token in text) for text in given)  # type: ignore[attr-defined]
-    raise InvalidRequest(f"Draft.references={brief(given)}, expected a sequence of texts, each a sequence of token ids")
+    raise InvalidRequest(f"Draft.references={brief(given)}, expected token ids of texts: [tokenizer.encode(text), ..]")
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicPrecision:
-    """Let the model's low-bit twin decode a step first, in the same pages; where it is not sure, it is run in full.
+    """Let the model's low-bit twin decode each step first, in the same pages; the model decodes where it is not sure.
 
-    A step is kept if the largest logit leads by `min_margin` and its probability is at least `min_prob`; 0 disables a
-    gate. Its tokens are not clean: they reach no cache, and no receipt vouches for them.
+    A step of the twin is kept if its largest logit leads the second by at least `min_margin` and has a probability of
+    at least `min_prob`; with both 0, the default, every step is. The tokens are then not the model's own: they enter no
+    prefix cache, and `verify_exact` refuses such outputs. It needs a twin (`add(.., twin="q4")`) that is in memory,
+    else the model decodes; and nobody drafts.
     """
 
     min_margin: float = 0.0

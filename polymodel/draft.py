@@ -15,7 +15,15 @@ from torch import Tensor
 
 from polymodel.config import MAX_DRAFT, MAX_NODES, Draft, Drafter, DrafterName, EngineConfig
 from polymodel.control import CostTable, Option, Plan, Throttle, depth_gate, plan_round
-from polymodel.errors import CorruptCheckpoint, InvalidRequest, KVFull, UnsupportedModel, VocabMismatch, brief
+from polymodel.errors import (
+    CorruptCheckpoint,
+    InvalidRequest,
+    KVFull,
+    UnknownModel,
+    UnsupportedModel,
+    VocabMismatch,
+    brief,
+)
 from polymodel.events import Events
 from polymodel.growth import Line, Tree, grow_chains, grow_trees, read, tree_shape
 from polymodel.kv import Arena, PageList
@@ -109,11 +117,12 @@ class Drafting:
             raise InvalidRequest(f"Draft.width={spec.width}: a model drafts a tree, expected one, not {brief(spec.by)}")
         if found.is_auto or "ngram" in found.names:
             found.lookup = self._lookup_of(spec.min_n, spec.max_n, spec.references)
+        for name in found.names:
+            found.record(name)  # so that who never drafted is shown, too
         return found if self.config.multi_model else None
 
     def _resolve_name(self, name: str, hosted: Hosted, found: Drafts) -> None:
-        """A hosted model's name comes before what the word means otherwise."""
-        if name not in self.residency.hosted and name in ("ngram", "twin"):
+        if name in ("ngram", "twin"):
             if name == "twin" and hosted.twin not in self.residency.hosted:
                 raise InvalidRequest(
                     f"draft='twin': {hosted.name!r} has no low-bit twin, expected one to be added with it: "
@@ -121,6 +130,11 @@ class Drafting:
                 )
             found.names.append(hosted.twin if name == "twin" else name)
             return self._make_pages(found.names[-1], hosted.name, found)
+        if name not in self.residency.hosted:
+            models = ", ".join(self.residency.hosted)
+            raise UnknownModel(
+                f"draft={name!r}: nobody of this name; there are auto, ngram, twin and the models {models}"
+            )
         if name == hosted.name:
             raise InvalidRequest(f"draft={name!r}: a model cannot draft for itself; name another one")
         drafter = self.residency[name]
@@ -255,10 +269,11 @@ class Drafting:
         if pages is not None and pages.layout != hosted.layout:  # another model of this name
             drafts.drop(name)
             return False
-        return (
-            hosted.model is not None
-            and len(sequence.tokens) < hosted.config.max_context
-            and self.trials.can_read(name, sequence.model, sequence.tokens, 0 if pages is None else len(pages))
+        if hosted.model is None:
+            drafts.record(name).num_absent += 1
+            return False
+        return len(sequence.tokens) < hosted.config.max_context and self.trials.can_read(
+            name, sequence.model, sequence.tokens, 0 if pages is None else len(pages)
         )
 
     # ---- "auto"
@@ -346,7 +361,10 @@ class Drafting:
     def _propose_own(self, name: str, drafter: Drafter, sequence: Sequence, part: Part, count: int) -> None:
         drafts, start = _drafts(sequence), time.perf_counter()
         ids, parents = _given(drafter.propose(list(sequence.tokens), count))
-        made = checked(ids, parents, sequence.hosted.config.vocab_size)
+        try:
+            made = checked(ids, parents, sequence.hosted.config.vocab_size)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{name} proposed no chain and no tree: {error}") from error
         drafts.record(name).seconds += time.perf_counter() - start
         tree = _fitted(*made, name, count, drafts.spec.nodes or MAX_NODES)
         if tree.is_chain:

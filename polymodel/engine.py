@@ -38,6 +38,7 @@ from polymodel.errors import (
     InvalidRequest,
     NotExact,
     NotShareable,
+    TooLarge,
     UnsupportedModel,
     brief,
 )
@@ -101,7 +102,7 @@ class Engine:
             requests. On a CPU it is the same memory, and comes on top of the budget.
         config: everything else; budgets given here stand over it. POLYMODEL=off in the environment turns multi_model
             off: the same outputs, without drafting or sharing between models.
-        costs: by model, seconds of a forward by tokens in flight, to be taken instead of what is measured here.
+        costs: for models, by name, a CostTable to go by instead of what is measured here.
 
     `table()` shows the models; `prefixes.stats` what the prefix cache holds and did; `ledger.of(kind)` bytes by owner,
     of the classes in `polymodel.ledger.CLASSES`; `events` what happened when.
@@ -166,8 +167,10 @@ class Engine:
         """Host a model: a GGUF file, a safetensors folder, a pulled name, or an open checkpoint.
 
         weights: "file" keeps the checkpoint's own formats; "q8", "q4", "w8a8", "bf16" and "f32" convert.
-        twin: host the same model in fewer bits as well, as `name:twin`. It drafts for this one in this one's own pages,
-            so it has none and need not catch up; it is what `precision=` of a request lets decode. It goes with it.
+        twin: host the same model in other weights as well, "q4", "q8" or "w8a8", as f"{name}:{twin}", such as
+            "smol:q4". It drafts for this one in this one's own pages, so it has none and need not catch up; it is what
+            `precision=` of a request lets decode. It goes when this one goes. Worth its bytes (see `table`) where its
+            step is much cheaper. TooLarge unless the budget has room for both.
         lane_share: its part of the lane beside the other models', where lane_policy is "byte-drr".
         ttl: seconds of idleness after which it leaves the device, over EngineConfig.ttl.
         TooLarge, PinnedNoRoom and every checkpoint error leave the engine as it was.
@@ -205,6 +208,11 @@ class Engine:
             with self.lane.exclusive():
                 twin = self.residency.sized(name, hosted.checkpoint, weights, hosted.ttl)
                 twin.owns_checkpoint = hosted.owns_checkpoint
+            both = sum((hosted.sizes() | twin.sizes()).values())
+            if both > self.budget:
+                raise TooLarge(
+                    f"{hosted.name!r} and its twin {name!r} take {both:,} bytes, the whole budget is {self.budget:,}"
+                )
             self._bring_in(twin, False, lane_share, progress)
         except BaseException:
             hosted.owns_checkpoint = False  # whoever called closes it
@@ -390,13 +398,14 @@ class Engine:
                 presence_penalty and frequency_penalty are subtracted for tokens of the output, once and as often.
             logit_bias: token id -> added to its logit, before everything else.
             seed: what is drawn depends on it, the position and the logits alone: not on batch, drafts or preemption.
-            acceptance: "identity": drafted or not, the tokens are the same; "rejection": standard rejection sampling,
-                which accepts more drafts, and promises the distribution only.
+            acceptance: "identity": drafted or not, the tokens are the same; "rejection": standard rejection sampling of
+                one drafter's chains, which accepts more, and promises the distribution only.
             stop: texts that end the request; the text ends before the first of them. stop_ids: tokens that do.
             draft: "auto": whoever promises most tokens a second, or nobody; the name of a hosted model of the same
                 vocabulary, "twin", "ngram", several of these, or a Draft that says more; None: nobody. The tokens are
                 the same.
-            precision: let the model's twin decode where it is sure; the tokens are then not those of the model alone.
+            precision: let the model's twin decode where it is sure (see DynamicPrecision); the tokens are then not
+                those of the model alone, and nobody drafts.
             domain: whose request it is; nothing cached passes from one domain to another. A front sets it from its
                 caller's credentials.
             priority: larger goes first among this model's requests, and before other models' under
@@ -429,7 +438,9 @@ class Engine:
         if deadline is not None and not is_number(deadline):
             raise InvalidRequest(f"deadline={brief(deadline)}, expected seconds from now, or None")
         if draft is not None and not isinstance(draft, Draft | tuple | list) and not hasattr(draft, "propose"):
-            _name(draft, "draft", ", a Draft, None or 'auto'")
+            _name(
+                draft, "draft", ", 'auto', 'ngram', 'twin', an object with `propose`, several of these, a Draft or None"
+            )
         if precision is not None and not isinstance(precision, DynamicPrecision):
             raise InvalidRequest(f"precision={brief(precision)}, expected a DynamicPrecision, or None")
         for name, hook in (("logits_processor", logits_processor), ("on_token", on_token)):
@@ -471,7 +482,7 @@ class Engine:
         if self.residency[hosted.twin].layout != hosted.layout:
             raise InvalidRequest(f"precision: {hosted.twin!r} stores keys and values otherwise than {hosted.name!r}")
         if is_drafted:
-            raise InvalidRequest("precision and draft: a request takes one of both")
+            raise InvalidRequest("precision= and draft=: give one of them; under dynamic precision nobody drafts")
 
     def run(self) -> None:
         """Wait until no request is left."""
@@ -523,8 +534,8 @@ class Engine:
     def verify_exact(self, output: Output) -> None:
         """Decode an output's request again, plainly and from nothing cached; NotExact at the first other token.
 
-        InvalidRequest where no tokens were promised: under dynamic precision, rejection sampling, or other facts than
-        today's. A logits_processor is called again.
+        InvalidRequest where no tokens were promised, as under dynamic precision and rejection sampling, and where
+        machine, threads, torch or weights in its receipt are not those of now. A logits_processor is called again.
         """
         if not isinstance(output, Output):
             raise InvalidRequest(f"verify_exact: expected an output, as `generate` gives, got {brief(output)}")

@@ -23,8 +23,9 @@ class DrafterMetrics:
     draft_acceptance_rate: float
     num_catch_up: int  # tokens that it read because it had not drafted from the start
     seconds: float  # of its forwards, an equal part of those that it shared with other requests
+    num_absent: int  # rounds in which it was not in memory, so that it did not draft
     error: str  # that ended its drafting, "" if none did
-    acceptance_profile: tuple[dict[str, Any], ...]  # by position: proposed, accepted and rate, given that it got there
+    acceptance_profile: tuple[dict[str, Any], ...]  # by position: rounds in which all before it stood, and it as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class Metrics:
     mean_acceptance_length: float  # tokens a target forward yielded
     acceptance_histogram: tuple[int, ...]  # rounds by number of accepted tokens
     drafters: dict[str, DrafterMetrics]
-    num_low_bit_steps: int  # that the twin did, by dynamic precision
-    num_fallbacks: int  # of its steps that were run in full
+    num_low_bit_steps: int  # of the twin that were kept, by dynamic precision
+    num_fallbacks: int  # steps that the twin tried and the model ran in full
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +206,7 @@ def _drafters(request: Sequence) -> dict[str, DrafterMetrics]:
             draft_acceptance_rate=record.num_accepted / record.num_drafted if record.num_drafted else 0.0,
             num_catch_up=record.num_catch_up,
             seconds=record.seconds,
+            num_absent=record.num_absent,
             error=record.error,
             acceptance_profile=tuple(record.profile()),
         )

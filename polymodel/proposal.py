@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
@@ -70,8 +71,8 @@ def checked(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids and parents that can be verified, of what a drafter gave: the first 255 nodes. No parents: a chain.
 
-    A node whose id is no integer in 0..vocab_size - 1 goes, with everything below it; the others are renumbered.
-    Raises InvalidRequest for what is no list and for parents that are no tree.
+    A node whose id is not in 0..vocab_size - 1 goes, with everything below it; the others are renumbered.
+    Raises InvalidRequest for what is no list of integers and for parents that are no tree.
     """
     tokens = _wholes("ids", ids)
     above = list(range(-1, len(tokens) - 1)) if parents is None else _wholes("parents", parents)
@@ -79,7 +80,7 @@ def checked(
     places = {-1: -1}  # node as given -> node as kept
     kept: list[tuple[int, int]] = []
     for node, (token, parent) in enumerate(zip(tokens, above, strict=True)):
-        if parent in places and is_number(token, int) and 0 <= token < vocab_size:
+        if parent in places and 0 <= token < vocab_size:
             places[node] = len(kept)
             kept.append((token, places[parent]))
     return tuple(token for token, _ in kept), tuple(parent for _, parent in kept)
@@ -87,17 +88,18 @@ def checked(
 
 def _wholes(name: str, given: Iterable[SupportsIndex]) -> list[int]:
     try:
-        return [_whole(value) for value in islice(given, MAX_NODES)]
+        values = list(islice(given, MAX_NODES))
     except TypeError as error:
         raise InvalidRequest(f"a drafter's {name} must be a list of integers, got {brief(given)}") from error
+    return [_whole(name, value) for value in values]
 
 
-def _whole(value: SupportsIndex) -> int:
-    """An int of what counts as one, as NumPy's and PyTorch's scalars do; anything else stays what it is."""
-    try:
-        return value if isinstance(value, bool) else index(value)
-    except (TypeError, ValueError):
-        return value  # type: ignore[return-value]
+def _whole(name: str, value: SupportsIndex) -> int:
+    """An int of what counts as one, as NumPy's and PyTorch's scalars do."""
+    with suppress(TypeError, ValueError):
+        if not isinstance(value, bool):
+            return index(value)
+    raise InvalidRequest(f"a drafter's {name} must be integers, got {brief(value)}; a tree is (ids, parents)")
 
 
 class _Node:

@@ -485,7 +485,7 @@ class Residency:
         if not name:
             raise EmptyId("a model needs a name, got ''")
         if name in RESERVED_NAMES:
-            raise InvalidRequest(f"a model cannot be named {name!r}, which draft= means something else by")
+            raise InvalidRequest(f"a model cannot be named {name!r}, which says who drafts: draft={name!r}")
         if ttl is not None and not (is_number(ttl) and ttl >= 0):
             raise InvalidRequest(f"ttl={brief(ttl)}, expected seconds from 0 on, or None")
         if name in self._models:

@@ -155,18 +155,18 @@ def check_share(engine: Engine, path: Path) -> str:
 
 
 def check_drafts(engine: Engine, path: Path) -> str:
-    """Drafted by a model in 4 bits, as chains, trees and with lookup, and plain: the same tokens, drawn ones too."""
+    """Drafted by the 4-bit twin, as chains, trees and with lookup, and plain: the same tokens, drawn ones too."""
     engine.remove("three")
-    engine.add("twin", path, weights="q4")
+    engine.add("drafted", path, twin="q4")
     options: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "stop_at_eos": False}
     plain = [engine.generate("one", prompt, draft=None, **options) for prompt in PROMPTS]
     num_drafted = num_accepted = 0
     for draft in (Draft("twin"), Draft("twin", width=2), Draft(("ngram", "twin"))):
-        drafted = [engine.generate("one", prompt, draft=draft, **options) for prompt in PROMPTS]
+        drafted = [engine.generate("drafted", prompt, draft=draft, **options) for prompt in PROMPTS]
         _expect([o.tokens for o in plain] == [o.tokens for o in drafted], f"{draft} changed the tokens")
         num_drafted += sum(o.metrics.num_drafted for o in drafted)
         num_accepted += sum(o.metrics.num_accepted for o in drafted)
-    engine.verify_exact(engine.generate("one", PROMPTS[0], draft="twin", temperature=1.0, seed=1, **options))
+    engine.verify_exact(engine.generate("drafted", PROMPTS[0], draft="twin", temperature=1.0, seed=1, **options))
     if not engine.config.multi_model:
         return "drafting between models is off"
     _expect(num_drafted > 0, "nothing was drafted")

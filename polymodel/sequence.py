@@ -154,6 +154,7 @@ class DraftRecord:
     num_accepted: int = 0
     num_catch_up: int = 0  # tokens that it read because it had not drafted from the start
     seconds: float = 0.0
+    num_absent: int = 0  # rounds in which it was not in memory
     error: str = ""  # that ended its drafting
     positions: list[list[int]] = field(default_factory=list)  # proposed and accepted by position, if it got there
 

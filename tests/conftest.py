@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--coder-pair",
         metavar=("TARGET", "DRAFTER"),
         nargs=2,
-        help="GGUF files of Qwen2.5-Coder-1.5B and -0.5B, a target and a drafter, for a slow test; skipped where absent",
+        help="GGUF files of Qwen2.5-Coder-1.5B and -0.5B, target and drafter of a slow test, skipped where absent",
     )
 
 

@@ -606,8 +606,8 @@ def test_precision_is_refused_where_it_cannot_be_had(engine: Engine) -> None:
     gate = DynamicPrecision()
     for model, options, message in (
         ("other", {}, "precision: 'other' has no low-bit twin, expected one to be added with it"),
-        ("m", {"draft": "twin"}, "precision and draft: a request takes one of both"),
-        ("m", {"draft": "ngram"}, "precision and draft: a request takes one of both"),
+        ("m", {"draft": "twin"}, "precision= and draft=: give one of them"),
+        ("m", {"draft": "ngram"}, "precision= and draft=: give one of them"),
         ("m", {"precision": 0.5}, r"precision=0\.5, expected a DynamicPrecision, or None"),
     ):
         with pytest.raises(errors.InvalidRequest, match=message):
@@ -760,14 +760,14 @@ def test_a_twin_that_cannot_be_had_leaves_everything_as_it_was(paths: Paths) -> 
 
 
 def test_a_twin_without_room_brings_its_model_to_nothing(paths: Paths) -> None:
-    """Too large by itself (a tiny model's codes are padded), or beside its model that is pinned."""
+    """Too large by itself (a tiny model's codes are padded), or beside its model."""
     with Engine(kv_budget="8MiB", config=UNCACHED) as engine:
         engine.add("m", paths["m"], twin="q4")
         size, twin_size = engine["m"].nbytes, engine["m:q4"].nbytes
     assert size < twin_size
     refused: list[tuple[int, type[Exception]]] = [
         (size + 1000, errors.TooLarge),
-        (twin_size + 1000, errors.PinnedNoRoom),
+        (twin_size + 1000, errors.TooLarge),
     ]
     for budget, error in refused:
         with Engine(budget=budget, kv_budget="8MiB", config=UNCACHED) as engine:
@@ -783,7 +783,7 @@ def test_a_twin_without_room_brings_its_model_to_nothing(paths: Paths) -> None:
 # ---- what is refused
 
 
-class _Silent:
+class Silent:
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         return []
 
@@ -803,6 +803,11 @@ class _Silent:
         ({"width": 2}, "Draft.width=2 by 'auto': one model drafts a tree, expected its name"),
         ({"by": ("twin", "ngram"), "width": 2}, "one model drafts a tree"),
         ({"nodes": 256}, r"Draft.nodes=256, expected a number in 1\.\.255"),
+        ({"by": "ngram", "min_n": 0}, "Draft.min_n=0, max_n=5, expected 1 <= min_n <= max_n <= 8"),
+        ({"by": "ngram", "min_n": 4, "max_n": 3}, "Draft.min_n=4, max_n=3"),
+        ({"by": ("twin", "twin")}, "names a drafter twice"),
+        ({"by": Silent}, "Draft.by=.*Silent.*, expected 'auto'"),
+        ({"nodes": 6}, "Draft.policy and Draft.nodes are for drafters that are named"),
         ({"policy": "sometimes"}, "Draft.policy='sometimes', expected one of fixed, throttle, gate"),
     ],
 )
@@ -814,7 +819,7 @@ def test_a_draft_that_makes_no_sense_is_refused(values: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("draft", "error", "message"),
     [
-        (5, errors.InvalidRequest, "draft: expected a model's name, a Draft, None or 'auto', got 5"),
+        (5, errors.InvalidRequest, "draft: expected a model's name, 'auto', .*, a Draft or None, got 5"),
         ((), errors.InvalidRequest, r"Draft.by=\(\), expected 'auto'"),
         (("other", 5), errors.InvalidRequest, r"Draft.by=\('other', 5\)"),
         (("ngram", "m"), errors.InvalidRequest, "draft='m': a model cannot draft for itself"),
@@ -823,9 +828,7 @@ def test_a_draft_that_makes_no_sense_is_refused(values: dict[str, Any], message:
         ("nobody", errors.UnknownModel, "nobody"),
         (Draft(by=("other", "nobody")), errors.UnknownModel, "nobody"),
         (Draft(by="ngram", width=2), errors.InvalidRequest, "Draft.width=2: a model drafts a tree, .* not 'ngram'"),
-        (Draft(by=_Silent(), width=2), errors.InvalidRequest, "Draft.width=2: a model drafts a tree"),
-        (Draft(by="ngram", min_n=0), errors.InvalidRequest, "0"),
-        (Draft(by="ngram", min_n=4, max_n=3), errors.InvalidRequest, "4"),
+        (Draft(by=Silent(), width=2), errors.InvalidRequest, "Draft.width=2: a model drafts a tree"),
     ],
 )
 def test_a_drafter_that_cannot_draft_is_refused_and_nothing_is_queued(
@@ -838,7 +841,7 @@ def test_a_drafter_that_cannot_draft_is_refused_and_nothing_is_queued(
         assert not engine.lane.live and engine.arena.num_pages_used == used
 
 
-@pytest.mark.parametrize("by", [("twin", "other"), ["ngram", "twin"], [_Silent(), "other"], ["twin"]])
+@pytest.mark.parametrize("by", [("twin", "other"), ["ngram", "twin"], [Silent(), "other"], ["twin"]])
 def test_several_drafters_are_named_without_more_words(engine: Engine, by: Any) -> None:
     draft = Draft(by=tuple(by))
     outs = [generate(engine, prompt_ids=PROMPT[:20], max_new_tokens=8, draft=one) for one in (by, draft, None)]
@@ -862,7 +865,7 @@ def test_references_are_kept_as_tuples_of_ints(engine: Engine) -> None:
 
 @pytest.mark.parametrize("texts", [5, None, "ab", ("ab",), (5, 6), ((5, "x"),), ((5.0,),), ((None,),)])
 def test_references_that_are_no_texts_are_refused(texts: Any) -> None:
-    with pytest.raises(errors.InvalidRequest, match=r"Draft.references=.*, expected a sequence of texts, each"):
+    with pytest.raises(errors.InvalidRequest, match=r"Draft.references=.*, expected token ids of texts"):
         Draft(by="ngram", references=texts)
 
 

@@ -37,7 +37,7 @@ def engine(demo_model_path: Path) -> Iterator[Engine]:
     with Engine(budget="1GiB", kv_budget="512MiB") as engine:
         engine.add("m", demo_model_path)
         alone = engine.ledger.total("weights")
-        engine.add("twin", demo_model_path)
+        engine.add("same", demo_model_path)
         assert engine.ledger.total("weights") == alone
         for seed in range(4):
             engine.add(f"sibling{seed}", perturbed(open_checkpoint(demo_model_path), SHARED, seed))
@@ -71,7 +71,7 @@ def assert_same_bits(one: Session, other: Session) -> None:
     assert one.logits is not None and other.logits is not None and torch.equal(one.logits, other.logits)
 
 
-@pytest.mark.parametrize(("model", "layers"), [("twin", LAYERS), ("sibling0", SHARED)])
+@pytest.mark.parametrize(("model", "layers"), [("same", LAYERS), ("sibling0", SHARED)])
 def test_what_is_taken_over_has_the_bits_of_a_direct_prefill(
     engine: Engine, story: list[int], model: str, layers: int
 ) -> None:
@@ -99,7 +99,7 @@ def test_a_prefix_for_five_siblings_is_computed_once_below_the_layers_that_diffe
 ) -> None:
     """Five agents on five models, one long prefix, results of their own between turns: work as exact integers."""
     prefix, turns, result = story[:96], 3, 8
-    for models, above in ((["m", "twin"] * 2 + ["m"], 0), (["m", *(f"sibling{i}" for i in range(4))], LAYERS - SHARED)):
+    for models, above in ((["m", "same"] * 2 + ["m"], 0), (["m", *(f"sibling{i}" for i in range(4))], LAYERS - SHARED)):
         domain = f"agents {above}"
         engine.events.clear()
         first = spoken(engine, models[0], prefix, domain)

@@ -261,13 +261,13 @@ def test_one_token_is_the_prefills(engine: Engine, paths: Paths, alone: Alone) -
     assert not engine.events.of("decode")
 
 
-@pytest.mark.parametrize("draft", [None, "q4", pytest.param("twin", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draft", [None, "q4", pytest.param("same", marks=pytest.mark.slow)])
 def test_a_stop_token_ends_a_request_and_is_not_in_its_text(
     engine: Engine, paths: Paths, monkeypatch: pytest.MonkeyPatch, draft: str | None
 ) -> None:
     engine.add("m", paths["llama"])
     engine.add("q4", paths["llama"], weights="q4")
-    engine.add("twin", paths["llama"])
+    engine.add("same", paths["llama"])
     tokenizer = engine["m"].tokenizer
     assert tokenizer.stop_ids == {2}
     free = engine.generate("m", prompt_ids=PROMPTS[0], max_new_tokens=30)
@@ -740,7 +740,7 @@ def test_a_reload_that_fails_fails_its_requests_and_can_be_tried_again(
         (
             {"prompt_ids": [1], "draft": False},
             errors.InvalidRequest,
-            "draft: .* name, a Draft, None or 'auto', got False",
+            "draft: .* name, .*, a Draft or None, got False",
         ),
         ({"messages": "hi"}, errors.InvalidRequest, 'messages=\'hi\', expected a list of {"role": ..., "content"'),
         ({"messages": [{"role": "user"}]}, errors.InvalidRequest, 'expected a list of {"role"'),
@@ -831,7 +831,7 @@ def test_a_handle_where_a_name_belongs_is_refused_with_the_name_to_use(engine: E
     for verb in verbs:
         with pytest.raises(errors.InvalidRequest, match="expected a model's name, got a ModelHandle; use 'm'"):
             verb()
-    with pytest.raises(errors.InvalidRequest, match=r"draft: .*, None or 'auto', got a ModelHandle; use 'm'"):
+    with pytest.raises(errors.InvalidRequest, match=r"draft: .*, a Draft or None, got a ModelHandle; use 'm'"):
         engine.submit("m", "Hi", draft=handle)
     with pytest.raises(errors.InvalidRequest, match="model: expected a model's name, got 7"):
         engine.session(7)  # type: ignore[arg-type]
@@ -1012,10 +1012,10 @@ def test_the_table_says_what_is_there(engine: Engine, paths: Paths) -> None:
     weights = safetensors.torch.load_file(paths["llama"] / "model.safetensors").values()
     assert one["params"] == sum(weight.numel() for weight in weights)
     assert one["shared_bytes"] == 0 and one["shares"] == []
-    engine.add("twin", paths["llama"])
-    assert engine.table().rows[2]["shared_bytes"] == engine["twin"].nbytes == engine.table().rows[0]["shared_bytes"]
+    engine.add("same", paths["llama"])
+    assert engine.table().rows[2]["shared_bytes"] == engine["same"].nbytes == engine.table().rows[0]["shared_bytes"]
     assert engine.table().rows[2]["shares"] == ["3 with m"]
-    engine.remove("twin")
+    engine.remove("same")
     header, *rows = str(engine.table()).splitlines()
     assert header.split()[:3] == ["MODEL", "ARCH", "LAYERS"] and len(rows) == 2
     engine.run()

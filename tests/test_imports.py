@@ -21,24 +21,16 @@ ORDER = {
         attention_plan attention_tile attention tree w8a8 qgemm qmatmul ops linear
     """,
     "polymodel": """
-        errors events ledger config header gguf safetensors checkpoint chat_template tokenizer_spec tokenizer
-        stop kv model prefix share pool schedule sim packing residency provisional accept proposal lookup control sample
-        sequence prefill growth trials draft lane session_file session batch output engine pull console demo selfcheck cli
+        errors events ledger config header gguf safetensors checkpoint chat_template tokenizer_spec tokenizer stop kv
+        model prefix share pool schedule sim packing residency provisional accept proposal lookup control sample
+        sequence prefill growth trials draft lane session_file session batch output engine pull console demo selfcheck
+        cli
     """,
 }
 FILES = [(package, name) for package, names in ORDER.items() for name in names.split()]
 NO_TORCH = [
-    "errors",
-    "events",
-    "ledger",
-    "pool",
-    "schedule",
-    "sim",
-    "provisional",
-    "accept",
-    "proposal",
-    "lookup",
-    "control",
+    *("errors", "events", "ledger", "pool", "schedule", "sim", "provisional"),
+    *("accept", "proposal", "lookup", "control"),
 ]
 SWITCH = "POLYMODEL"  # the one documented environment variable
 HEAVY = ["torch", "triton", "tokenizers", "jinja2", "transformers", "gguf", "numpy", "rich", "typer"]

@@ -328,12 +328,12 @@ def test_pages_are_reclaimed_in_the_order_of_the_design(paths: Paths, alone: Alo
     with Engine(config=config) as engine, engine.lane.exclusive():
         engine.add("idle", paths["other"])
         engine.add("llama", paths["llama"])
-        engine.add("twin", paths["llama"])
+        engine.add("same", paths["llama"])
         engine.add("sibling", perturbed(open_checkpoint(paths["llama"]), 2, 1))
         arena, layout = engine.arena, engine.residency["llama"].layout
         key = engine.lane.prefill.key("llama", "default")
         generate(engine, "llama", 3)  # cached, with hidden states
-        young = submit(engine, "llama", 2, draft="twin", priority=-1, max_new_tokens=60)
+        young = submit(engine, "llama", 2, draft="same", priority=-1, max_new_tokens=60)
         while not young.num_drafted:
             engine.lane.turn()
         assert young.drafts is not None
@@ -361,7 +361,7 @@ def test_pages_are_reclaimed_in_the_order_of_the_design(paths: Paths, alone: Alo
 
         def holds() -> dict[str, bool]:
             return {
-                "drafts": bool(young.drafts and young.drafts.pages["twin"].pages),
+                "drafts": bool(young.drafts and young.drafts.pages["same"].pages),
                 "states": arena.state_bytes > 0,
                 "prefixes": engine.prefixes.peek([key], PROMPTS[3]).length > 0,
                 "idle": engine.residency.is_resident("idle"),
@@ -395,7 +395,7 @@ def test_pages_are_reclaimed_in_the_order_of_the_design(paths: Paths, alone: Alo
         assert generate(engine, "idle", 0) == alone["other", 0]
         generate(engine, "sibling", 2)
         assert engine.residency.lent == 0 and arena.nbytes == arena.min_bytes
-        assert {name for name in ("idle", "sibling", "llama", "twin") if engine.residency.is_resident(name)} >= {
+        assert {name for name in ("idle", "sibling", "llama", "same") if engine.residency.is_resident(name)} >= {
             "idle",
             "sibling",
         }

@@ -48,7 +48,7 @@ def new_engine(path: Path, **config: Any) -> Engine:
     """m; twin, the same under another name; low and high, which differ from layer 1 and layer 2 on."""
     engine = Engine(kv_budget="24MiB", config=EngineConfig(kv_borrows=False, **config))
     engine.add("m", path)
-    engine.add("twin", path)
+    engine.add("same", path)
     engine.add("low", sibling(path, 1))
     engine.add("high", sibling(path, 2))
     return engine
@@ -161,7 +161,7 @@ def test_outputs_are_cached_as_well(engine: Engine, uncached: Engine) -> None:
 def test_drafting_caches_the_same_tokens(path: Path) -> None:
     """Hits are equal with a drafter and without, and so are the tokens."""
     costs = []
-    for writer, reader in itertools.product((None, "twin", "low"), repeat=2):
+    for writer, reader in itertools.product((None, "same", "low"), repeat=2):
         with new_engine(path) as engine:
             one = run(engine, "m", IDS[:90], draft=writer)
             two = run(engine, "m", IDS[:90] + one.tokens + IDS[:30], draft=reader)
@@ -173,7 +173,7 @@ def test_drafting_caches_the_same_tokens(path: Path) -> None:
 
 def test_equal_models_share_a_cache_and_an_equal_one_of_other_layers_does_not(engine: Engine) -> None:
     run(engine, "m", IDS[:100])
-    assert cost(run(engine, "twin", IDS[:100])) == (99, 0, LAYERS)
+    assert cost(run(engine, "same", IDS[:100])) == (99, 0, LAYERS)
     assert cost(run(engine, "high", IDS[:100]))[0] == 0
 
 
@@ -289,7 +289,7 @@ def submit(engine: Engine, model: str, ids: Sequence[int], **options: Any) -> Re
 
 
 @pytest.mark.usefixtures("held")
-@pytest.mark.parametrize("models", [("m", "m", "m"), ("m", "twin", "m")])
+@pytest.mark.parametrize("models", [("m", "m", "m"), ("m", "same", "m")])
 def test_prompts_in_flight_that_begin_alike_are_prefilled_once(
     engine: Engine, uncached: Engine, models: tuple[str, ...]
 ) -> None:
@@ -640,7 +640,7 @@ def test_a_deeper_sibling_resumes_above_all_layers_of_the_shallow_one(path: Path
 
 def test_with_sharing_between_models_off_everything_is_computed_and_the_same(path: Path, uncached: Engine) -> None:
     with new_engine(path, multi_model=False) as engine:
-        for model in ("m", "twin", "high"):
+        for model in ("m", "same", "high"):
             out = run(engine, model, IDS[:100])
             assert cost(out) == (0, 0, 100 * LAYERS) and out.tokens == run(uncached, model, IDS[:100]).tokens
         assert cost(run(engine, "m", IDS[:100])) == (99, 0, LAYERS)  # within a model
@@ -652,7 +652,7 @@ def test_with_sharing_between_models_off_everything_is_computed_and_the_same(pat
 def test_a_model_that_is_gone_is_nobodys_sibling(engine: Engine) -> None:
     run(engine, "m", IDS[:100])
     engine.remove("m")
-    engine.remove("twin")
+    engine.remove("same")
     assert cost(run(engine, "high", IDS[:100])) == (0, 0, 100 * LAYERS)
 
 
@@ -708,8 +708,8 @@ def test_public_prefixes_stay_when_others_are_forgotten(engine: Engine) -> None:
     engine.prefixes.reclaim(engine.residency["m"].layout, 1 << 20)
     assert cost(run(engine, "m", IDS[:150], domain="y"))[0] == 100  # leased again
     engine.remove("m")  # its equal keeps them
-    assert engine.forget("twin", prompt_ids=IDS[:100], domain="*") == 100
-    assert cost(run(engine, "twin", IDS[200:260], domain="y"))[0] == 59
+    assert engine.forget("same", prompt_ids=IDS[:100], domain="*") == 100
+    assert cost(run(engine, "same", IDS[200:260], domain="y"))[0] == 59
 
 
 @pytest.mark.usefixtures("held")
@@ -754,7 +754,7 @@ def test_forgetting_a_prefix_reaches_live_forks_of_all_models_and_spares_the_oth
     twin = fork.clone()
     spared = engine.session("m")
     spared.append([*IDS[:39], 5, *IDS[40:80]])
-    request = submit(engine, "twin", IDS[:250])
+    request = submit(engine, "same", IDS[:250])
     assert engine.forget("m", prompt_ids=IDS[:40]) == 72 + 111  # m's from where another went on
     for lost in (fork, twin):
         with pytest.raises(Forgotten, match="its first 40 tokens were forgotten"):
@@ -817,7 +817,7 @@ def test_nor_does_the_time_to_it(path: Path, attacker: str, least: float, most: 
 Ask = tuple[str, int, int, int, str, str | None]
 ASKS = st.lists(
     st.tuples(
-        st.sampled_from(["m", "twin", "low", "high"]),
+        st.sampled_from(["m", "same", "low", "high"]),
         st.sampled_from([0, 0, 0, 100]),
         st.integers(1, 150),
         st.integers(0, 40),

@@ -54,9 +54,15 @@ def test_a_proposal_that_is_no_tree_or_names_too_few_drafters_is_refused() -> No
 # ---- what a drafter gave
 
 
-@pytest.mark.parametrize("wrong", [10, -1, 3.0, "3", None, True, torch.tensor([3, 4]), np.float32(3)])
-def test_a_chain_is_cut_at_the_first_id_that_is_none(wrong: object) -> None:
-    assert checked([0, 9, wrong, 4], None, 10) == ((0, 9), (-1, 0))
+@pytest.mark.parametrize("beyond", [10, -1, 10**30])
+def test_a_chain_is_cut_at_the_first_id_that_is_none_of_the_vocabulary(beyond: int) -> None:
+    assert checked([0, 9, beyond, 4], None, 10) == ((0, 9), (-1, 0))
+
+
+@pytest.mark.parametrize("wrong", [3.0, "3", None, True, [7, 8], torch.tensor([3, 4]), np.float32(3)])
+def test_what_is_no_integer_is_refused(wrong: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"ids must be integers, got .*; a tree is \(ids, parents\)"):
+        checked([0, 9, wrong, 4], None, 10)  # type: ignore[list-item]
 
 
 def test_in_a_tree_such_a_node_goes_with_everything_below_it() -> None:
@@ -78,7 +84,7 @@ def test_ids_may_be_what_counts_as_integers(ids: object) -> None:
         ([1, 2], [-1], "as many parents, got 1"),
         ([1, 2], [-1, 1], "node 1's parent is 1"),
         ([99, 2], [-1, 1], "node 1's parent is 1"),
-        ([1, 2], [-1, 0.0], r"node 1's parent is 0\.0"),
+        ([1, 2], [-1, 0.0], r"parents must be integers, got 0\.0"),
         (None, None, "ids must be a list of integers, got None"),
         (torch.tensor(3), None, "ids must be a list of integers, got tensor"),
         ([1], 0, "parents must be a list of integers, got 0"),

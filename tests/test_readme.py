@@ -13,7 +13,7 @@ README = (ROOT / "README.md").read_text()
 
 @pytest.mark.demo_model
 def test_the_examples_run(demo_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    begin = ("The capital of France is Paris.", "Verdict(layers=24, num_layers=30, ", " ")
+    begin = ("The capital of France is Paris.", "Verdict(layers=24, num_layers=30, ", " ", "auto ")
     examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     for code, beginning in zip(examples, begin, strict=True):
         exec(compile(code, "README.md", "exec"), {})

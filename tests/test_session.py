@@ -577,11 +577,11 @@ def raise_from_exit(session: Session) -> None:
 def test_what_is_made_of_provisional_tokens_reaches_no_cache(path: Path) -> None:
     with Engine(kv_budget="16MiB") as engine:
         engine.add("m", path)
-        engine.add("twin", path)
+        engine.add("same", path)
         session = fresh(engine, IDS[:20])
         with session.provisional():
             session.append(IDS[20:60])
-            for made in (session.clone(), engine.session("twin", prefix=session), session.clone().clone()):
+            for made in (session.clone(), engine.session("same", prefix=session), session.clone().clone()):
                 made.append(IDS[60:100])
                 made.close()
         assert engine.prefixes.num_tokens == 20
@@ -693,8 +693,8 @@ def test_what_is_provisional_reaches_no_cache(path: Path) -> None:
 
 @pytest.mark.usefixtures("held")
 def test_no_span_is_open_after_a_generation(engine: Engine) -> None:
-    engine.add("twin", open_checkpoint(engine.residency["m"].checkpoint.path))
-    request = engine.submit("m", prompt_ids=IDS[:20], max_new_tokens=20, stop_at_eos=False, draft="twin")
+    engine.add("same", open_checkpoint(engine.residency["m"].checkpoint.path))
+    request = engine.submit("m", prompt_ids=IDS[:20], max_new_tokens=20, stop_at_eos=False, draft="same")
     seen = set()
     while engine.lane.turn():
         seen.add(engine.lane.num_open_spans)
@@ -1146,11 +1146,11 @@ def test_verbs_against_whatever_forgets_ends_in_typed_errors_alone(path: Path, v
 
 
 def test_a_session_goes_on_from_another_ones_prefix(engine: Engine, path: Path) -> None:
-    engine.add("twin", path)
+    engine.add("same", path)
     engine.add("high", perturbed(open_checkpoint(path), 2, 1))
     one = fresh(engine, IDS)
     engine.events.clear()
-    same, twin = engine.session("m", prefix=one), engine.session("twin", prefix=one)
+    same, twin = engine.session("m", prefix=one), engine.session("same", prefix=one)
     assert (same.num_cached, twin.num_cached) == (150, 150) and not engine.events.of("prefill")
     for two in (same, twin):
         assert two.tokens == one.tokens and torch.equal(two.logits, one.logits)  # type: ignore[arg-type]

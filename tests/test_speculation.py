@@ -176,7 +176,7 @@ class Strange(Script):
 
     def propose(self, tokens: list[int], count: int) -> Any:
         right = self.right(tokens, count)
-        strange = (VOCAB, -1, 10**30, "x", None)[len(self.counts) % 5]
+        strange = (VOCAB, -1, 10**30, -(2**63), 2**31)[len(self.counts) % 5]
         return [strange, *right] if len(self.counts) % 3 == 0 else [*right[:1], strange, *right[2:]]
 
 
