@@ -139,8 +139,6 @@ class AcceptanceRates:
         if not (is_number(decay) and 0 < decay < 1):
             raise InvalidRequest(f"decay must be above 0 and below 1, got {brief(decay)}")
         self._decay = decay
-        self._proposed: list[int] = []  # as counted, for `profile`
-        self._accepted: list[int] = []
         self._trials: list[float] = []  # faded
         self._stood: list[float] = []
         if isinstance(prior, AcceptanceRates):
@@ -161,12 +159,6 @@ class AcceptanceRates:
             raise InvalidRequest(f"accepted {num_accepted} of {num_proposed} drafted tokens")
         if num_proposed == 0:
             return
-        while len(self._proposed) < num_proposed:
-            self._proposed.append(0)
-            self._accepted.append(0)
-        for position in range(num_proposed):
-            self._proposed[position] += 1
-            self._accepted[position] += position < num_accepted
         num_tried = min(num_accepted + 1, num_proposed)
         self._fade(self._decay, num_tried)
         for position in range(num_tried):
@@ -196,17 +188,6 @@ class AcceptanceRates:
     def survival(self, count: int) -> tuple[float, ...]:
         """For each of `count` positions the probability that it and all before it stand."""
         return tuple(accumulate(islice(self._rates(), count), mul))
-
-    def expected_tokens(self, count: int) -> float:
-        """Tokens that a round with `count` drafted ones yields, the target's own one included."""
-        return 1.0 + sum(self.survival(count))
-
-    def profile(self) -> list[dict[str, float]]:
-        """For each position drafted so far: how many were proposed and accepted in all, and their ratio."""
-        return [
-            {"position": position, "proposed": proposed, "accepted": accepted, "rate": accepted / proposed}
-            for position, (proposed, accepted) in enumerate(zip(self._proposed, self._accepted, strict=True))
-        ]
 
     def _rates(self) -> Iterator[float]:
         rate = self._stood[0] / self._trials[0]

@@ -100,10 +100,10 @@ def test_a_position_counts_only_where_all_before_it_stood() -> None:
     assert rates.rate(3) == rates.rate(2) == rates.rate(50)
 
 
-def test_survival_is_the_product_of_the_rates_and_expected_tokens_its_sum() -> None:
+def test_survival_is_the_product_of_the_rates() -> None:
     rates = AcceptanceRates((0.5, 2.0))
-    assert rates.survival(3) == (0.5, 0.25, 0.125) and rates.expected_tokens(3) == 1.875
-    assert rates.survival(0) == () and rates.expected_tokens(0) == 1
+    assert rates.survival(3) == (0.5, 0.25, 0.125)
+    assert rates.survival(0) == ()
     rates.observe(2, 1)
     assert rates.survival(2) == (rates.rate(0), rates.rate(0) * rates.rate(1))
 
@@ -143,21 +143,8 @@ def test_another_record_seeds_a_new_one_with_little_weight() -> None:
         pair.observe(3, 2)
     session = AcceptanceRates(pair)
     assert session.rate(0) == pytest.approx(pair.rate(0)) and session.rate(2) < pair.rate(1) / 2
-    assert session.profile() == []
     session.observe(1, 0)
     assert pair.rate(0) > 0.99 and session.rate(0) == pytest.approx(3.8 / 4.8, abs=0.01)
-
-
-def test_the_profile_holds_raw_counts() -> None:
-    rates = AcceptanceRates()
-    rates.observe(3, 1)
-    rates.observe(2, 2)
-    rates.agree(5, 9)
-    assert rates.profile() == [
-        {"position": 0, "proposed": 2, "accepted": 2, "rate": 1.0},
-        {"position": 1, "proposed": 2, "accepted": 1, "rate": 0.5},
-        {"position": 2, "proposed": 1, "accepted": 0, "rate": 0.0},
-    ]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +162,7 @@ def test_impossible_evidence_is_refused_and_changes_nothing(call: Callable[[Acce
     rates = AcceptanceRates()
     with pytest.raises(InvalidRequest, match=r"\d"):
         call(rates)
-    assert rates.rate(0) == 0.7 and rates.profile() == []
+    assert rates.rate(0) == 0.7
 
 
 # ---- the plan of a round
