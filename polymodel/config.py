@@ -286,7 +286,7 @@ def _is_drafter(one: object) -> bool:
 def _texts(given: object) -> tuple[tuple[int, ...], ...]:
     """Draft.references as tuples of ints."""
     with suppress(TypeError):
-        return tuple(tuple(index(token) for token in text) for text in given)  # type: ignore[attr-defined]
+        return tuple(tuple(index(token) for token in text) for text in given)  # type: ignore[attr-defined]  # or TypeError
     raise InvalidRequest(f"Draft.references={brief(given)}, expected token ids of texts: [tokenizer.encode(text), ..]")
 
 

@@ -53,8 +53,6 @@ class CostTable:
         """Whether both tell the same seconds now."""
         return isinstance(other, CostTable) and self.as_dict() == other.as_dict()
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         shown = ", ".join(f"{tokens}: {seconds:.3g}" for tokens, seconds in self.as_dict().items())
         return f"<seconds by tokens: {shown or 'none measured'}>"

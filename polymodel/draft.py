@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from polymodel.config import MAX_DRAFT, MAX_NODES, Draft, Drafter, DrafterName, EngineConfig
+from polymodel.config import MAX_DRAFT, MAX_NODES, Draft, Drafter, DrafterName
 from polymodel.control import CostTable, Option, Plan, Throttle, depth_gate, plan_round
 from polymodel.errors import (
     CorruptCheckpoint,
@@ -24,15 +24,14 @@ from polymodel.errors import (
     VocabMismatch,
     brief,
 )
-from polymodel.events import Events
 from polymodel.growth import Line, Tree, grow_chains, grow_trees, read, tree_shape
-from polymodel.kv import Arena, PageList
+from polymodel.kv import PageList
 from polymodel.lookup import Lookup
 from polymodel.model import Model, Panel, forward
 from polymodel.prefix import common_length
 from polymodel.proposal import Proposal, checked, merge
 from polymodel.provisional import Provisional
-from polymodel.residency import Hosted, Residency
+from polymodel.residency import Hosted
 from polymodel.sample import Probs
 from polymodel.sequence import Drafts, PagesSink, Sequence, Work, fail_by_hook
 from polymodel.trials import AUTO_FACTOR, Trials, synchronize
@@ -72,19 +71,10 @@ class Round:
 class Drafting:
     """Proposes for the sequences of a round and learns from it. All calls but `resolve` come from the lane."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        residency: Residency,
-        arena: Arena,
-        events: Events,
-        costs: Mapping[str, CostTable] | None = None,
-    ) -> None:
-        self.config = config
-        self.residency = residency
-        self.arena = arena
-        self.events = events
-        self.trials = Trials(config, residency, arena, events, costs)
+    def __init__(self, trials: Trials) -> None:
+        self.trials = trials
+        self.config, self.residency = trials.config, trials.residency
+        self.arena, self.events = trials.arena, trials.events
         self._plans: dict[str, Plan] = {}  # the last round's, by target
         self._lookups_lock = Lock()  # requests are resolved by whoever submits them
         self._vocabularies: WeakKeyDictionary[Hosted, str] = WeakKeyDictionary()

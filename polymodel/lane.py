@@ -48,6 +48,7 @@ from polymodel.sample import greedy, top1
 from polymodel.schedule import Scheduler
 from polymodel.schedule import Work as ModelWork
 from polymodel.sequence import Context, Feed, Sequence, State, Work, fail_by_hook
+from polymodel.trials import Trials
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ class Lane:
         self.events = events
         self.scheduler = Scheduler(config.lane_policy, max_wait=config.max_wait)
         self.prefill = Prefill(config, residency, arena, events)
-        self.drafting = Drafting(config, residency, arena, events, costs)
+        self.drafting = Drafting(Trials(config, residency, arena, events, costs))
         self.prefill.on_forward = self.drafting.trials.observe_cost
         self.live: list[Work] = []  # appended to from any thread, under _wake_lock
         self.sessions: weakref.WeakSet[Holder] = weakref.WeakSet()

@@ -136,10 +136,9 @@ class Trials:
     ) -> Iterator[tuple[str, int, float, Callable[[], bool]]]:
         """What would be learnt: which model runs over how many tokens, the seconds it should take, and the act itself.
 
-        The act says whether there was something to learn from.
-
-        First what a step of each drafter costs and whether it is ever right, then how the target's time grows with the
-        rows of a forward, then whether drafters that were wrong still are.
+        The act says whether there was something to learn from. First come what a step of each drafter costs and whether
+        it is ever right, then how the target's time grows with the rows of a forward, then whether drafters that were
+        wrong still are.
         """
         table, mates = self.cost(target), sorted(mates, key=lambda name: self._tried.get((target, name), -1))
         for name in mates:
