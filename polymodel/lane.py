@@ -384,6 +384,8 @@ class Lane:
                 return True
             finally:
                 self._clear_up()
+                if not self.live:
+                    self.scheduler.pick([], time.perf_counter())  # so that it forgets who streamed alone
                 self._note_demotion()
                 self.account()
 

@@ -520,6 +520,20 @@ def test_bytes_streamed_follow_the_shares_over_a_thousand_turns(
         assert_idle(engine)
 
 
+@pytest.mark.usefixtures("held")
+def test_who_had_an_idle_lane_alone_owes_nobody_for_it(engine: Engine, paths: Paths) -> None:
+    for name in ("llama", "other"):
+        engine.add(name, paths[name])
+    submit(engine, "llama", 0)
+    engine.run()
+    engine.events.clear()
+    for name in ("llama", "other"):
+        submit(engine, name, 0)
+    engine.lane.turn()
+    assert [event.model for event in engine.events.of("turn")] == ["llama"]  # who came first
+    engine.run()
+
+
 @pytest.mark.usefixtures("keys_read")
 @pytest.mark.parametrize("policy", LANE_POLICIES)
 def test_who_has_waited_too_long_is_not_overtaken(paths: Paths, monkeypatch: pytest.MonkeyPatch, policy: Any) -> None:
