@@ -1,13 +1,16 @@
-"""Paged attention, tree verification and page moves on a GPU beside torch's attention; without one, the static model.
+"""Paged attention, tree verification and page moves beside torch's attention, on a GPU and on a CPU.
 
     python bench/bench_attention.py [--case "decode 32x4096"] [--minutes 6] [--json FILE] [--static]
-    pytest bench/bench_attention.py --benchmark-json FILE                             (needs '.[bench]')
+    pytest bench/bench_attention.py [--benchmark-json FILE]                           (needs '.[bench]')
 
-Times are medians of CUDA-graph replays, in microseconds, over layers of pages that together take 500 MB, so that keys
+Without a GPU the first prints what the static model expects, the second measures the CPU path at the demo model's
+heads: the least of rounds that take turns with torch's own, over layers of pages that exceed the last cache. On a GPU
+times are medians of CUDA-graph replays, in microseconds, over layers of pages that together take 500 MB, so that keys
 and values come from memory as a model's do. Plans are made once, as once a forward.
-    bytes  = keys, values and scales of the tokens once, however many rows see them + 2 T Hq D for q and as much for out
-    flops  = 4 Hq D for each pair of a row and a key that it sees
+    bytes  = attention_bytes: every token once, however many rows see it, q and out
+    flops  = attention_flops
     GB/s   = bytes / time, and as a share of the measured copy          TFLOP/s = flops / time
+    floor  = bytes at the copy's rate or flops at cuBLAS', whichever takes longer; x floor = time / floor
     x base = time / time of the case named as base
     tax    = time of our plan / time of the best plan for that case, less 1: plans change no bit, so that this is what
              choosing well would gain; that chunks are 512 tokens for every case is not in it
@@ -43,31 +46,55 @@ from harness import (
     Pages,
     console,
     copy_gbs,
+    cpu_beside_torch,
+    cublas_tflops,
     environment,
+    floor_columns,
     graph_us,
     has_gpu,
     installed,
+    last_cache_bytes,
     made_up_pages,
     num_layers,
+    printed_after,
     recorded,
     rows_at,
     rows_table,
+    show,
     write_json,
 )
 from torch import Tensor
 
 from csrc_triton import attention
 from csrc_triton import tree as trees
-from csrc_triton.attention import PageTable, paged_attention_ref
+from csrc_triton.attention import (
+    PageTable,
+    attention_bytes,
+    attention_flops,
+    paged_attention_ref,
+    visible_pairs,
+)
 from csrc_triton.attention_plan import PAGE, make_plan
+from csrc_triton.cpu import MIN_DISTANCE
 from csrc_triton.cpu_attention import Workspace
 from csrc_triton.fused import RopeTable
-from csrc_triton.pages import KVLayout, append_kv, commit_path, copy_pages
-from csrc_triton.tree import Tree, token_tree, tree_attention, tree_attention_ref
+from csrc_triton.launch import runs_kernel
+from csrc_triton.pages import (
+    KVLayout,
+    append_kv,
+    append_kv_bytes,
+    append_kv_ref,
+    commit_path,
+    commit_path_bytes,
+    copy_pages,
+    copy_pages_bytes,
+    model_order,
+)
+from csrc_triton.tree import Tree, token_tree, tree_attention, tree_attention_ref, tree_pairs
 
 STATIC_ARCH = 90
 MODEL = "static model, not measured"
-TOLERANCE = 1.5e-2  # of bfloat16 weights, queries and results, by root mean square
+TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float32: 1e-5}  # of queries and results, by root mean square
 TAX_PLANS = (0, 2, 4, 8, 16, 32, 10**9)  # chunks up to which a tile is one item
 TAX_TARGET = 0.05
 # eight roots, and two children of each node before the last ones: 64 nodes, 5 levels
@@ -103,8 +130,14 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        depth = token_tree(self.parent).depth if self.parent else np.arange(self.rows)
-        return sum((length - self.rows) * self.rows + int((depth + 1).sum()) for length in self.lengths)
+        if self.parent:
+            return sum(tree_pairs(length - self.rows, token_tree(self.parent)) for length in self.lengths)
+        return sum(visible_pairs(length, self.rows) for length in self.lengths)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of queries and results."""
+        return torch.float32 if self.dtype == torch.float32 else torch.bfloat16
 
     @property
     def parts(self) -> list[tuple[int, int, int]]:
@@ -182,24 +215,41 @@ TARGETS: Mapping[str, Target] = {
 # ---- formulas ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Ceilings that times are compared with."""
+
+    copy_gbs: float
+    tflops: float
+
+    @classmethod
+    def measured(cls) -> Rates:
+        return cls(copy_gbs(), cublas_tflops())
+
+    @classmethod
+    def modelled(cls, arch: int) -> Rates:
+        import roofline
+
+        gpu = roofline.MODELLED[arch]
+        return cls(gpu.copy_gbs, gpu.tflops["bf16"])
+
+
 def case_bytes(case: Case) -> int:
-    import roofline
-
-    layout = KVLayout(1, case.kv_heads, case.dim, case.dtype)
-    token_bytes = 2 * case.kv_heads * layout.head_bytes // PAGE
-    return roofline.attention_bytes(case.tokens, token_bytes, case.num_rows, case.heads, case.dim)
+    token_bytes = KVLayout(1, case.kv_heads, case.dim, case.dtype).token_bytes
+    size = case.compute_dtype.itemsize
+    return attention_bytes(case.tokens, token_bytes, case.num_rows, case.heads, case.dim, size)
 
 
-def figures(case: Case, us: float, times: Mapping[str, float]) -> dict[str, Any]:
+def figures(case: Case, us: float, times: Mapping[str, float], rates: Rates) -> dict[str, Any]:
     """Rates of a time: operations of a prompt, bandwidth of the rest; times: those of the cases before."""
-    import roofline
-
     row: dict[str, Any] = {"what": case.name, "us": us, "bytes": case_bytes(case)}
-    row["flops"] = roofline.attention_flops(case.pairs, case.heads, case.dim)
+    row["flops"] = attention_flops(case.pairs, case.heads, case.dim)
+    row |= floor_columns(us, row["bytes"], row["flops"], rates.copy_gbs, rates.tflops)
     if case.rows == case.lengths[0]:
         row["TFLOP/s"] = row["flops"] / us / 1e6
     else:
         row["GB/s"] = row["bytes"] / us / 1e3
+        row["% copy"] = 100 * row["GB/s"] / rates.copy_gbs
     if case.base in times:
         row["x base"] = us / times[case.base]
         row["base"] = case.base
@@ -233,7 +283,7 @@ class Sequences:
             device=device,
             seed=seed,
         )
-        self.q = torch.empty(case.num_rows, case.heads, case.dim, dtype=torch.bfloat16, device=device)
+        self.q = torch.empty(case.num_rows, case.heads, case.dim, dtype=case.compute_dtype, device=device)
         if seed is not None:
             self.q.normal_(generator=torch.Generator(device).manual_seed(seed + 1))
         self.space = Workspace()
@@ -268,8 +318,10 @@ class Sequences:
         """A few rows of the last sequence against float64."""
         actual, exact = self._chosen()
         error = float((actual.double().cpu() - exact).norm() / exact.norm())
-        if not error <= TOLERANCE:
-            raise AssertionError(f"{self.case.name}: relative error {error:.2g} against float64")
+        if not error <= (allowed := TOLERANCE[self.case.compute_dtype]):
+            raise AssertionError(
+                f"{self.case.name}: relative error {error:.2g} against float64, expected at most {allowed:.2g}"
+            )
 
     def _chosen(self) -> tuple[Tensor, Tensor]:
         case, p, s = self.case, self.pages, len(self.case.lengths) - 1
@@ -277,21 +329,17 @@ class Sequences:
         arena = p.arena[: one.page_bytes * one.pages_per_superblock].cpu()
         rope = RopeTable(p.rope.cos.cpu(), p.rope.sin.cpu(), p.rope.rot_dim, p.rope.factor)
         table, first = p.lists([(s, 0, p.lengths[s])]), s * case.rows
-        y, scale = self.run(), case.dim**-0.5
+        y, options = self.run(), {"scale": case.dim**-0.5, "by_kernels": runs_kernel(self.q)}
         if self.trees:  # the path of the last leaf, as a tree of its own
             path = torch.from_numpy(self.trees[s].paths[-1]).long() + first
             parents = [list(range(-1, len(path) - 1))]
             places = self.node_page[path], self.node_slot[path]
             q = self.q[path].cpu()
-            return y[path], tree_attention_ref(
-                q, arena, one, 0, table, parents, *places, rope, scale=scale, by_kernels=True
-            )
+            return y[path], tree_attention_ref(q, arena, one, 0, table, parents, *places, rope, **options)
         rows = torch.tensor(sorted({first + case.rows // 2, first + case.rows - 1}))
         cu_rows = torch.tensor([0, len(rows)], dtype=torch.int32)
         q = self.q[rows].cpu()
-        return y[rows], paged_attention_ref(
-            q, arena, one, 0, table, cu_rows, self.row_pos[rows], rope, scale=scale, by_kernels=True
-        )
+        return y[rows], paged_attention_ref(q, arena, one, 0, table, cu_rows, self.row_pos[rows], rope, **options)
 
 
 @contextmanager
@@ -308,12 +356,12 @@ MOVE_LAYERS, MOVED_PAGES, MOVED_ROWS, APPENDED = 32, 32, 1024, 4096
 
 def move_bytes() -> dict[str, int]:
     """Read plus written: by a model of 32 layers, 8 kv heads and 128 dims."""
-    token = 2 * 8 * 128 * 2
+    layout = KVLayout(MOVE_LAYERS, 8, 128, torch.bfloat16)
     return {
-        "append_kv": 2 * APPENDED * token,
-        "append_kv of 32": 2 * 32 * token,
-        "copy_pages": 2 * MOVED_PAGES * PAGE * MOVE_LAYERS * token,
-        "commit_path": 2 * MOVED_ROWS * MOVE_LAYERS * token,
+        "append_kv": append_kv_bytes(layout, APPENDED),
+        "append_kv of 32": append_kv_bytes(layout, 32),
+        "copy_pages": copy_pages_bytes(layout, MOVED_PAGES),
+        "commit_path": commit_path_bytes(layout, MOVED_ROWS),
     }
 
 
@@ -349,9 +397,10 @@ def moves(device: str = "cuda", layers: int = MOVE_LAYERS, appended: int = APPEN
     }
 
 
-def move_row(name: str, us: float) -> dict[str, Any]:
+def move_row(name: str, us: float, rates: Rates) -> dict[str, Any]:
     nbytes = move_bytes()[name]
-    return with_target({"what": name, "us": us, "bytes": nbytes, "GB/s": nbytes / us / 1e3})
+    row = {"what": name, "us": us, "bytes": nbytes, "GB/s": nbytes / us / 1e3}
+    return with_target(row | floor_columns(us, nbytes, 0, rates.copy_gbs, rates.tflops))
 
 
 # ---- peers: a case -> calls on tokens of as many layers ------------------------------------------------
@@ -448,10 +497,10 @@ def absent() -> list[str]:
 # ---- measurement ---------------------------------------------------------------------------------------
 
 
-def measured_row(made: Sequences, times: dict[str, float]) -> dict[str, Any]:
+def measured_row(made: Sequences, times: dict[str, float], rates: Rates) -> dict[str, Any]:
     made.check()
     us = times[made.case.name] = made.time()
-    return figures(made.case, us, times)
+    return figures(made.case, us, times, rates)
 
 
 def peer_columns(case: Case, layers: int, failed: dict[str, str]) -> dict[str, float]:
@@ -487,16 +536,15 @@ def measure(
     progress: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Everything that fits before the deadline of time.monotonic(); progress sees each step."""
-    copy = copy_gbs()
-    result: dict[str, Any] = {"copy GB/s": copy, "rows": [], "tax": [], "peers failed": {}, "peers absent": absent()}
-    result["complete"] = False
+    rates = Rates.measured()
+    result: dict[str, Any] = {"copy GB/s": rates.copy_gbs, "cuBLAS TFLOP/s": rates.tflops, "rows": [], "tax": []}
+    result |= {"peers failed": {}, "peers absent": absent(), "complete": False}
     times: dict[str, float] = {}
     for case in cases:
         if time.monotonic() > deadline:
             return result
         made = Sequences(case, "cuda")
-        result["rows"].append(row := measured_row(made, times))
-        row["% copy"] = 100 * row["GB/s"] / copy if "GB/s" in row else None
+        result["rows"].append(row := measured_row(made, times, rates))
         progress(result)
         if case.tax and time.monotonic() < deadline:
             result["tax"].append(tax_row(made, row["us"]))
@@ -507,7 +555,7 @@ def measure(
             row |= peer_columns(case, layers, result["peers failed"])
         progress(result)
     if len(cases) == len(CASES) and time.monotonic() < deadline:
-        result["rows"] += [move_row(name, graph_us(calls)) for name, calls in moves().items()]
+        result["rows"] += [move_row(name, graph_us(calls), rates) for name, calls in moves().items()]
         progress(result)
     return result | {"complete": True}
 
@@ -519,7 +567,7 @@ def static_row(case: Case, times: dict[str, float], arch: int = STATIC_ARCH) -> 
     """What the static model expects of a case with the plan and tiles that a GPU would take; nothing runs."""
     import roofline
 
-    gpu = roofline.GPUS[arch]
+    gpu = roofline.MODELLED[arch]
     us, launches, bounds, kernels = 0.0, 0, {}, []
     for kernel, work in expected(case, arch):
         prediction = roofline.predict(kernel, work, gpu)
@@ -529,7 +577,10 @@ def static_row(case: Case, times: dict[str, float], arch: int = STATIC_ARCH) -> 
         launches += 1 + work.side_launches
     times[case.name] = us
     first = max(kernels, key=lambda kernel: kernel.instructions)
-    row = figures(case, us, times) | {"bound": bounds[max(bounds)], "instr/page": first.instructions}
+    row = figures(case, us, times, Rates.modelled(arch)) | {
+        "bound": bounds[max(bounds)],
+        "instr/page": first.instructions,
+    }
     row |= {"regs": first.registers, "blocks/SM": first.blocks_per_sm, "launches": launches}
     return row | {"source": MODEL}
 
@@ -544,7 +595,7 @@ def expected(case: Case, arch: int) -> list[tuple[Any, Any]]:
     def kept(make: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **options: (plans.append(make(*args, **options)), plans[-1])[1]
 
-    sms = roofline.GPUS[arch].sms
+    sms = roofline.MODELLED[arch].sms
     with (
         mock.patch.object(attention, "_multiprocessors", lambda device: sms),
         mock.patch.object(attention, "make_plan", kept(make_plan)),
@@ -570,8 +621,8 @@ def expected(case: Case, arch: int) -> list[tuple[Any, Any]]:
             tile_rows=rows,
             kv_heads=case.kv_heads,
             dim=case.dim,
-            token_bytes=made.pages.token_bytes,
-            dram_bytes=tokens * made.pages.token_bytes,
+            token_bytes=made.pages.layout.token_bytes,
+            dram_bytes=tokens * made.pages.layout.token_bytes,
         )
         found.append([roofline.attention_kernel(launched, launched.metadata.num_stages), work])
     if plan.num_slots:
@@ -593,17 +644,18 @@ def static(cases: Sequence[Case] = CASES, arch: int = STATIC_ARCH) -> dict[str, 
     times: dict[str, float] = {}
     rows = [static_row(case, times, arch) for case in cases]
     if len(cases) == len(CASES):
-        gpu = roofline.GPUS[arch]
-        floors = {name: nbytes / gpu.copy_gbs / 1e3 for name, nbytes in move_bytes().items()}
-        rows += [move_row(name, us + gpu.launch_us + gpu.latency_us) | {"source": MODEL} for name, us in floors.items()]
+        gpu, rates = roofline.MODELLED[arch], Rates.modelled(arch)
+        for name, nbytes in move_bytes().items():
+            us = nbytes / gpu.copy_gbs / 1e3 + gpu.launch_us + gpu.latency_us
+            rows.append(move_row(name, us, rates) | {"source": MODEL})
     return {"source": MODEL, "arch": arch, "rows": rows}
 
 
 # ---- tables ------------------------------------------------------------------------------------------------
 
-COLUMNS = ("what", "us", "GB/s", "% copy", "TFLOP/s", "x base", "base", "target", "holds")
+COLUMNS = ("what", "us", "floor us", "x floor", "GB/s", "% copy", "TFLOP/s", "x base", "base", "target", "holds")
 STATIC_COLUMNS = (
-    *("what", "us", "GB/s", "TFLOP/s", "bytes", "flops", "x base", "base", "bound"),
+    *("what", "us", "floor us", "x floor", "GB/s", "TFLOP/s", "bytes", "flops", "x base", "base", "bound"),
     *("instr/page", "regs", "blocks/SM", "launches", "target", "holds"),
 )
 TAX_COLUMNS = ("what", "us", "best us", "split above, chunks", "tax %", "target")
@@ -614,7 +666,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[Any]:
     if result.get("source") == MODEL:
         import roofline
 
-        gpu = roofline.GPUS[result["arch"]].name
+        gpu = roofline.MODELLED[result["arch"]].name
         yield rows_table(f"attention: {MODEL} ({gpu}, sm_{result['arch']}); targets for an H200", rows, STATIC_COLUMNS)
         return
     peers = [f"{name} us" for name in PEERS if any(f"{name} us" in row for row in rows)]
@@ -661,16 +713,11 @@ def main(
 
 @pytest.fixture(scope="module")
 def report(pytestconfig: pytest.Config) -> Iterator[dict[str, Any]]:
-    """Collects rows and prints their table when all is measured."""
-    result: dict[str, Any] = {"rows": [], "tax": [], "peers failed": {}, "peers absent": absent(), "times": {}}
-    result |= {"copy GB/s": copy_gbs()} if has_gpu() else {"source": MODEL, "arch": STATIC_ARCH}
-    yield result
-    capture: Any = pytestconfig.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        screen = console()
-        screen.print()
-        for table in tables(result):
-            screen.print(table)
+    """Collects rows and prints their tables when all is measured."""
+    rates = Rates.measured()
+    result: dict[str, Any] = {"copy GB/s": rates.copy_gbs, "cuBLAS TFLOP/s": rates.tflops, "rates": rates, "times": {}}
+    yield (result := result | {"rows": [], "tax": [], "peers failed": {}, "peers absent": absent()})
+    show(pytestconfig, tables(result))
 
 
 @lru_cache(maxsize=1)
@@ -678,13 +725,11 @@ def _sequences(case: Case) -> Sequences:
     return Sequences(case, "cuda")
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_attention(request: pytest.FixtureRequest, report: dict[str, Any], case: Case) -> None:
-    if not has_gpu():
-        report["rows"].append(static_row(case, report["times"]))
-        return
+def test_attention(benchmark: Any, report: dict[str, Any], case: Case) -> None:
     made = _sequences(case)
-    row = measured_row(made, report["times"])
+    row = measured_row(made, report["times"], report["rates"])
     if case.tax:
         report["tax"].append(tax_row(made, row["us"]))
     row |= peer_columns(case, made.layers, report["peers failed"])
@@ -694,19 +739,102 @@ def test_attention(request: pytest.FixtureRequest, report: dict[str, Any], case:
         made.run()
         torch.cuda.synchronize()
 
-    benchmark = request.getfixturevalue("benchmark")
     benchmark.extra_info.update(row)  # the graph's time; the benchmark's own is that of one call from the host
     benchmark.pedantic(once, rounds=20, warmup_rounds=3)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not has_gpu(), reason="moves are timed on a CUDA device, and there is none")
 def test_moves(benchmark: Any, report: dict[str, Any]) -> None:
     made = moves()
-    rows = [move_row(name, graph_us(calls)) for name, calls in made.items()]
+    rows = [move_row(name, graph_us(calls), report["rates"]) for name, calls in made.items()]
     report["rows"] += rows
     benchmark.extra_info.update({row["what"]: row for row in rows})
     benchmark.pedantic(lambda: (made["copy_pages"][0](), torch.cuda.synchronize()), rounds=20, warmup_rounds=3)
+
+
+# ---- the CPU path --------------------------------------------------------------------------------------------
+
+DEMO: dict[str, Any] = {"heads": 9, "kv_heads": 3, "dim": 64, "dtype": torch.float32}  # of SmolLM2 135M
+CPU_CASES = (
+    Case("decode 1x1024", (1024,), **DEMO),
+    Case("decode 16x512", (512,) * 16, **DEMO),
+    Case("chain of 5, 4x512", (512,) * 4, rows=5, **DEMO),
+    Case("tree of 15, 1x1024", (1024,), rows=15, parent=(-1, -1, -1, *(i // 2 for i in range(12))), **DEMO),
+    Case("prefill 512", (512,), rows=512, **DEMO),
+)
+CPU_APPENDED = (16, 512)  # tokens
+CPU_COLUMNS = ("what", "us", "torch us", "x torch", "GB/s", "GFLOP/s")
+
+
+@pytest.fixture(scope="module")
+def cpu_rows(pytestconfig: pytest.Config) -> Iterator[list[dict[str, Any]]]:
+    title = "attention on the CPU; torch: its own over contiguous keys and values, rotated beforehand"
+    with printed_after(pytestconfig, title, CPU_COLUMNS) as rows:
+        yield rows
+
+
+def _sdpa_cpu(case: Case, layers: int) -> list[Call]:
+    """Over as many keys and values, contiguous and rotated beforehand; a chain or a tree by a mask."""
+    count, length = len(case.lengths), case.lengths[0]
+    q = torch.randn(count, case.heads, case.rows, case.dim)
+    stored = torch.randn(layers, 2, count, case.kv_heads, length, case.dim)
+    options: dict[str, Any] = {"enable_gqa": True}
+    if case.rows == length:
+        options["is_causal"] = True
+    elif case.rows > 1:
+        seen = torch.ones(case.rows, length).tril(length - case.rows).bool()
+        if case.parent:
+            for node, parent in enumerate(case.parent):
+                own = seen[node, length - case.rows :]
+                own[:] = seen[parent, length - case.rows :] if parent >= 0 else False
+                own[node] = True
+        options["attn_mask"] = seen
+    return [partial(F.scaled_dot_product_attention, q, k, v, **options) for k, v in stored]
+
+
+@pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.name)
+def test_cpu_attention(benchmark: Any, cpu_rows: list[dict[str, Any]], case: Case) -> None:
+    made = Sequences(case, "cpu", layers=num_layers(case_bytes(case), 2 * last_cache_bytes()))
+    made.check()
+    row = cpu_beside_torch(benchmark, made.calls, _sdpa_cpu(case, made.layers))
+    row |= {"bytes": case_bytes(case), "flops": attention_flops(case.pairs, case.heads, case.dim)}
+    row |= {"GB/s": row["bytes"] / row["us"] / 1e3, "GFLOP/s": row["flops"] / row["us"] / 1e3}
+    benchmark.extra_info |= row
+    cpu_rows.append({"what": case.name} | row)
+
+
+@pytest.mark.parametrize("tokens", CPU_APPENDED)
+def test_cpu_append(benchmark: Any, cpu_rows: list[dict[str, Any]], tokens: int) -> None:
+    """Beside rotating the keys and copying both into a contiguous cache."""
+    heads, dim = DEMO["kv_heads"], DEMO["dim"]
+    pages = made_up_pages([tokens], heads, dim, dtype=torch.float32, layers=MOVE_LAYERS)
+    k, v = torch.randn(2, tokens, heads, dim)
+    position = torch.arange(tokens, dtype=torch.int32)
+    page, slot, space = pages.table.ids[0][position.long() // PAGE], position % PAGE, Workspace()
+
+    def append(layer: int) -> None:
+        append_kv(k, v, pages.arena, pages.layout, layer, page, slot, slot, pages.rope, workspace=space)
+
+    append(0)
+    keys, values = pages.layout.view(pages.arena, 0)[page.long(), :, :, slot.long()].unbind(1)
+    exact = append_kv_ref(k, v, slot, pages.rope)
+    for actual, wanted in zip(model_order(keys, values, pages.layout, dim, False), exact, strict=True):
+        if not (actual.double() - wanted).norm() <= 1e-6 * wanted.norm():
+            raise AssertionError(f"append_kv of {tokens} tokens differs from what it should store, in float64")
+    cache = torch.empty(MOVE_LAYERS, 2, heads, tokens, dim)
+    cos, sin = (t[position.long() - MIN_DISTANCE].repeat(1, 2)[:, None] for t in (pages.rope.cos, pages.rope.sin))
+
+    def copy(layer: int) -> None:
+        a, b = k.chunk(2, -1)
+        cache[layer, 0, :, position] = (k * cos + torch.cat((-b, a), -1) * sin).transpose(0, 1)
+        cache[layer, 1, :, position] = v.transpose(0, 1)
+
+    layers = range(MOVE_LAYERS)
+    row = cpu_beside_torch(benchmark, [partial(append, i) for i in layers], [partial(copy, i) for i in layers])
+    row["bytes"] = append_kv_bytes(pages.layout, tokens, 4)
+    row["GB/s"] = row["bytes"] / row["us"] / 1e3
+    benchmark.extra_info |= row
+    cpu_rows.append({"what": f"append_kv {tokens}"} | row)
 
 
 if __name__ == "__main__":

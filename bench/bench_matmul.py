@@ -1,11 +1,14 @@
-"""Quantised matmul on a GPU beside cuBLAS and the kernels of others; without one, what the static model expects.
+"""Quantised matmul on a GPU beside cuBLAS and the kernels of others, and on a CPU beside torch's float32.
 
     python bench/bench_matmul.py [--weights q4 --shape 8192x8192 --rows 1] [--minutes 8] [--json FILE]
-    pytest bench/bench_matmul.py --benchmark-json FILE                                (needs '.[bench]')
+    pytest bench/bench_matmul.py [--benchmark-json FILE]                              (needs '.[bench]')
 
-Times are medians of CUDA-graph replays over copies of the weight that together exceed L2, in microseconds.
-    bytes  = weight as packed + 2 M K + 2 M N       GB/s = bytes / time, and as a share of the measured copy
-    flops  = 2 M N K                                TFLOP/s = flops / time, and as a share of bfloat16 8192^3 in cuBLAS
+Without a GPU the first prints what the static model expects, the second measures the CPU path: the least of rounds that
+take turns with F.linear on the same weight in float32, over copies that exceed the last cache where there are few rows.
+On a GPU times are medians of CUDA-graph replays over copies of the weight that together exceed L2, in microseconds.
+    bytes  = matmul_bytes                           GB/s = bytes / time, and as a share of the measured copy
+    flops  = matmul_flops                           TFLOP/s = flops / time, and as a share of bfloat16 8192^3 in cuBLAS
+    floor  = bytes at the copy's rate or flops at cuBLAS', whichever takes longer; x floor = time / floor
     scratch = time where the weight is written out in bfloat16 first (qgemm.SCRATCH_ROWS), from 2,048 rows
     x      = time of cuBLAS on the bfloat16 weight / time
     tax    = time of our segments / time of the best number of segments for that shape, less 1: what it costs that
@@ -22,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
@@ -31,26 +34,32 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
 import pytest
 import torch
+import torch.nn.functional as F
 import typer
 from harness import (
     console,
     copy_gbs,
+    cpu_beside_torch,
     cublas_tflops,
     environment,
+    floor_columns,
     graph_us,
     has_gpu,
     installed,
+    last_cache_bytes,
     made_up_rows,
     made_up_weight,
     num_copies,
+    printed_after,
     rows_table,
+    show,
     write_json,
 )
 from torch import Tensor
 
-from csrc_triton import qgemm
-from csrc_triton.qmatmul import MAX_ROWS, matmul, matmul_ref
-from csrc_triton.quant import QTensor
+from csrc_triton import cpu, qgemm
+from csrc_triton.qmatmul import MAX_ROWS, matmul, matmul_bytes, matmul_flops, matmul_ref
+from csrc_triton.quant import QTensor, dequantize, quantize
 from csrc_triton.w8a8 import w8a8_matmul, w8a8_matmul_ref
 
 # [N, K]: o, qkv, gate and up, down of an 8B model; a square one of a 70B model; up and head of SmolLM2 135M
@@ -105,17 +114,10 @@ def target_of(weights: str, n: int, k: int, m: int) -> str | None:
 # ---- formulas ------------------------------------------------------------------------------------------
 
 
-def matmul_bytes(m: int, n: int, k: int, weight_nbytes: int) -> int:
-    return weight_nbytes + 2 * m * k + 2 * m * n
-
-
-def matmul_flops(m: int, n: int, k: int) -> int:
-    return 2 * m * n * k
-
-
-def figures(m: int, n: int, k: int, weight_nbytes: int, us: float) -> dict[str, Any]:
-    """Rates of a time: bandwidth where that should bound it, operations above."""
+def figures(m: int, n: int, k: int, weight_nbytes: int, us: float, copy_gbs: float, tflops: float) -> dict[str, Any]:
+    """Rates of a time: bandwidth where that should bound it, operations above; and the floor by the machine's rates."""
     row: dict[str, Any] = {"bytes": matmul_bytes(m, n, k, weight_nbytes), "flops": matmul_flops(m, n, k)}
+    row |= floor_columns(us, row["bytes"], row["flops"], copy_gbs, tflops)
     if m <= MAX_ROWS:
         row["GB/s"] = row["bytes"] / us / 1e3
     else:
@@ -289,7 +291,9 @@ def measured_row(weights: Weights, m: int, machine: Machine) -> dict[str, Any]:
     kind, n, k = weights.kind, weights.n, weights.k
     weights.check(m)
     us, cublas = weights.time(m), weights.cublas(m)
-    row = {"weights": kind, "shape": f"{n}x{k}", "M": m, "us": us} | figures(m, n, k, weights.ours[0].nbytes, us)
+    tflops = machine.tflops * (2 if kind == "w8a8" else 1)  # int8 MMAs have twice the rate
+    row = {"weights": kind, "shape": f"{n}x{k}", "M": m, "us": us}
+    row |= figures(m, n, k, weights.ours[0].nbytes, us, machine.copy_gbs, tflops)
     row["% copy"] = 100 * row["GB/s"] / machine.copy_gbs if "GB/s" in row else None
     row["% cuBLAS"] = 100 * row["TFLOP/s"] / machine.tflops if "TFLOP/s" in row else None
     row |= {
@@ -366,7 +370,7 @@ def static_row(kind: str, n: int, k: int, m: int, arch: int = STATIC_ARCH) -> di
     """What the static model expects of the table's tile for a case; nothing runs."""
     import roofline
 
-    w = made_up_weight(kind, n, k, seed=None)
+    w, gpu = made_up_weight(kind, n, k, seed=None), roofline.MODELLED[arch]
     scratch = None
     if kind == "w8a8" or m <= MAX_ROWS:
         expected, kernel, tile = _expected("w8a8" if kind == "w8a8" else "decode", kind, w, m, arch)
@@ -375,11 +379,11 @@ def static_row(kind: str, n: int, k: int, m: int, arch: int = STATIC_ARCH) -> di
         expected, kernel, tile = _expected(("dense" if kind == "dense" else "prefill") + fold, kind, w, m, arch)
         if kind != "dense" and m >= SCRATCH_ROWS:
             written = made_up_weight("scratch", n, k, seed=None)
-            moved = w.nbytes + written.parts["weight"].nbytes
-            gpu = roofline.GPUS[arch]
+            moved = qgemm.written_out_bytes(n, k, w.nbytes)
             product, _, _ = _expected("dense" + fold, "scratch", written, m, arch)
             scratch = product.us + moved / gpu.l2_gbs / 1e3 + gpu.launch_us
-    row = {"weights": kind, "shape": f"{n}x{k}", "M": m, "us": expected.us} | figures(m, n, k, w.nbytes, expected.us)
+    row = {"weights": kind, "shape": f"{n}x{k}", "M": m, "us": expected.us}
+    row |= figures(m, n, k, w.nbytes, expected.us, gpu.copy_gbs, gpu.tflops["int8" if kind == "w8a8" else "bf16"])
     row |= {"scratch us": scratch, "bound": expected.bound, "instr/weight": kernel.per_weight, "regs": kernel.registers}
     row |= {"blocks/SM": kernel.blocks_per_sm, "tile": f"{tile.rows}x{tile.cols}/{tile.warps}/{tile.stages}"}
     return row | {"target": target_of(kind, n, k, m), "source": MODEL}
@@ -397,7 +401,7 @@ def _expected(key: str, kind: str, w: QTensor, m: int, arch: int) -> tuple[Any, 
     kernel = autotune.examined(tunable, kind, tile.rows, tile, arch)
     if isinstance(kernel, str):
         raise ValueError(f"{key}, {kind} {n}x{k}, {m} rows: {kernel}")
-    return roofline.predict(kernel, autotune.described(tunable, w, m, tile), roofline.GPUS[arch]), kernel, tile
+    return roofline.predict(kernel, autotune.described(tunable, w, m, tile), roofline.MODELLED[arch]), kernel, tile
 
 
 def static(
@@ -410,10 +414,15 @@ def static(
 # ---- tables ------------------------------------------------------------------------------------------------
 
 CASE = ("weights", "shape", "M")
-COLUMNS = (*CASE, *("us", "GB/s", "% copy", "TFLOP/s", "% cuBLAS", "scratch us", "cuBLAS us", "x cuBLAS", "target"))
+COLUMNS = (
+    *CASE,
+    *("us", "floor us", "x floor", "GB/s", "% copy", "TFLOP/s", "% cuBLAS"),
+    *("scratch us", "cuBLAS us", "x cuBLAS", "target"),
+)
 STATIC_COLUMNS = (
     *CASE,
-    *("us", "GB/s", "TFLOP/s", "scratch us", "bound", "instr/weight", "regs", "blocks/SM", "tile", "target"),
+    *("us", "floor us", "x floor", "GB/s", "TFLOP/s", "scratch us"),
+    *("bound", "instr/weight", "regs", "blocks/SM", "tile", "target"),
 )
 TAX_COLUMNS = (*CASE, "segments", "us", "best segments", "best us", "tax %", "target")
 
@@ -423,10 +432,10 @@ def tables(result: Mapping[str, Any]) -> Iterator[Any]:
     if result.get("source") == MODEL:
         import roofline
 
-        gpu = roofline.GPUS[result["arch"]].name
+        gpu = roofline.MODELLED[result["arch"]].name
         yield rows_table(f"matmul: {MODEL} ({gpu}, sm_{result['arch']}); targets for an H200", rows, STATIC_COLUMNS)
         return
-    peers = sorted({name for row in rows for name in row if name.endswith(" us")} - {"cuBLAS us", "scratch us"})
+    peers = sorted({name for row in rows for name in row if name.endswith(" us")} - {*COLUMNS})
     ceilings = f"copy {result['copy GB/s']:.0f} GB/s, cuBLAS {result['cuBLAS TFLOP/s']:.0f} TFLOP/s"
     yield rows_table(f"matmul ({ceilings}); targets for an H200", rows, (*COLUMNS, *peers))
     if result["tax"]:
@@ -466,20 +475,11 @@ def main(
 
 @pytest.fixture(scope="module")
 def report(pytestconfig: pytest.Config) -> Iterator[dict[str, Any]]:
-    """Collects rows and prints their table when all is measured."""
-    if has_gpu():
-        machine = Machine.measured()
-        result = {"copy GB/s": machine.copy_gbs, "cuBLAS TFLOP/s": machine.tflops, "machine": machine}
-        result |= {"rows": [], "tax": [], "peers failed": {}}
-    else:
-        result = {"source": MODEL, "arch": STATIC_ARCH, "rows": []}
-    yield result
-    capture: Any = pytestconfig.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        screen = console()
-        screen.print()
-        for table in tables(result):
-            screen.print(table)
+    """Collects rows and prints their tables when all is measured."""
+    machine = Machine.measured()
+    result: dict[str, Any] = {"copy GB/s": machine.copy_gbs, "cuBLAS TFLOP/s": machine.tflops, "machine": machine}
+    yield (result := result | {"rows": [], "tax": [], "peers failed": {}})
+    show(pytestconfig, tables(result))
 
 
 @lru_cache(maxsize=1)
@@ -487,13 +487,11 @@ def _weights(kind: str, n: int, k: int, l2_bytes: int) -> Weights:
     return Weights(kind, n, k, l2_bytes)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_matmul(request: pytest.FixtureRequest, report: dict[str, Any], kind: str, n: int, k: int, m: int) -> None:
-    if not has_gpu():
-        report["rows"].append(static_row(kind, n, k, m))
-        return
+def test_matmul(benchmark: Any, report: dict[str, Any], kind: str, n: int, k: int, m: int) -> None:
     weights = _weights(kind, n, k, report["machine"].l2_bytes)
     row = measured_row(weights, m, report["machine"]) | peer_columns(weights, m)
     report["rows"].append(row)
@@ -506,9 +504,74 @@ def test_matmul(request: pytest.FixtureRequest, report: dict[str, Any], kind: st
         weights.run(x, weights.ours[0])
         torch.cuda.synchronize()
 
-    benchmark = request.getfixturevalue("benchmark")
     benchmark.extra_info.update(row)  # the graph's time; the benchmark's own is that of one call from the host
     benchmark.pedantic(once, rounds=20, warmup_rounds=3)
+
+
+# ---- the CPU path ----------------------------------------------------------------------------------------
+
+# gate and up of the demo model, and its head
+CPU_CASES = [(3072, 576, m) for m in (1, 16, 512)] + [(49152, 576, 1)]
+# scheme of csrc_triton.cpu -> format of what it packs, and the error against float64 that it may have
+CPU_SCHEMES: Mapping[str, tuple[str, float]] = {
+    "i4": ("q4", 6e-3),
+    "i8": ("q8", 6e-3),
+    "w8a8": ("q8", 1e-5),  # beside the products of the rounded activations
+    "f32": ("q8", 1e-5),
+}
+CPU_COLUMNS = ("scheme", "shape", "M", "us", "torch us", "x torch", "GB/s", "GFLOP/s", "error")
+
+
+class CpuWeights:
+    """One weight as a scheme packs it and as float32, in copies that exceed the last cache."""
+
+    def __init__(self, scheme: str, n: int, k: int) -> None:
+        fmt, self.allowed = CPU_SCHEMES[scheme]
+        gen = torch.Generator().manual_seed(0)
+        w = torch.randn(n, k, generator=gen) / math.sqrt(k)
+        self.stored, self.scheme = quantize(w, fmt, 32 if fmt == "q4" else None), scheme
+        dense = dequantize(self.stored)
+        count = num_copies(cpu.packed_nbytes((n, k), scheme), last_cache_bytes(), least=1)
+        self.ours = [cpu.pack(self.stored, scheme) for _ in range(count)]
+        self.dense = [dense.clone() for _ in range(num_copies(dense.nbytes, last_cache_bytes(), least=1))]
+
+    def check(self, x: Tensor) -> float:
+        """Relative error of some rows."""
+        rows = x[:64]
+        exact = (w8a8_matmul_ref if self.scheme == "w8a8" else matmul_ref)(rows, self.stored)
+        error = float((matmul(x, self.ours[0])[: len(rows)].double() - exact).norm() / exact.norm())
+        if not error <= self.allowed:
+            raise AssertionError(
+                f"{self.scheme} {self.stored.shape}, {len(x)} rows: error {error:.2g} against float64, "
+                f"expected at most {self.allowed:.2g}"
+            )
+        return error
+
+
+@pytest.fixture(scope="module")
+def cpu_rows(pytestconfig: pytest.Config) -> Iterator[list[dict[str, Any]]]:
+    title = "matmul on the CPU; torch: F.linear on the same weight in float32"
+    with printed_after(pytestconfig, title, CPU_COLUMNS) as rows:
+        yield rows
+
+
+@lru_cache(maxsize=1)
+def _cpu_weights(scheme: str, n: int, k: int) -> CpuWeights:
+    return CpuWeights(scheme, n, k)
+
+
+@pytest.mark.parametrize(("n", "k", "m"), CPU_CASES)
+@pytest.mark.parametrize("scheme", CPU_SCHEMES)
+def test_cpu_matmul(benchmark: Any, cpu_rows: list[dict[str, Any]], scheme: str, n: int, k: int, m: int) -> None:
+    weights, x = _cpu_weights(scheme, n, k), made_up_rows(m, k, torch.float32)
+    error = weights.check(x)
+    few = slice(None if m <= MAX_ROWS else 1)  # many rows read the weight from the cache
+    ours = [partial(matmul, x, w) for w in weights.ours[few]]
+    row: dict[str, Any] = cpu_beside_torch(benchmark, ours, [partial(F.linear, x, w) for w in weights.dense[few]])
+    row |= {"bytes": matmul_bytes(m, n, k, weights.ours[0].nbytes, 4, 4), "flops": matmul_flops(m, n, k)}
+    row |= {"GB/s": row["bytes"] / row["us"] / 1e3, "GFLOP/s": row["flops"] / row["us"] / 1e3, "error": error}
+    benchmark.extra_info |= row
+    cpu_rows.append({"scheme": scheme, "shape": f"{n}x{k}", "M": m} | row)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What the benches share: made-up weights and pages, CUDA-graph timing with cold weights, the machine, and tables.
 
-A kernel that reads its weight from L2 is not the kernel that decodes a model, so every timing goes round through
-copies of the weight, or layers of pages, that together are larger than L2, in one CUDA graph, and gives the median of
-its replays.
+A kernel that reads its weight from a cache is not the kernel that decodes a model, so every timing goes round through
+copies of the weight, or layers of pages, that together are larger than the last cache: on a GPU in one CUDA graph, of
+which it gives the median of the replays, on a CPU in rounds that take turns with torch's own, the least of each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +25,7 @@ from unittest import mock
 import pytest
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -40,6 +42,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MIN_COPIES, MAX_COPIES = 16, 512
 MIN_CALLS, GRAPH_SECONDS = 64, 0.02  # of one graph at least, so that starting it does not count
 MIN_REPLAYS, REPLAY_SECONDS = 7, 0.1
+CPU_ROUNDS = 11
+CACHE_SYSFS = Path("/sys/devices/system/cpu/cpu0/cache")
 
 Call = Callable[[], object]
 
@@ -147,9 +151,9 @@ def made_up_rows(
     return torch.randn(m, k, device=device, generator=torch.Generator(device).manual_seed(seed)).to(dtype)
 
 
-def num_copies(nbytes: int, l2_bytes: int) -> int:
-    """Copies of a weight that together are twice L2, at least 16."""
-    return min(max(MIN_COPIES, -(-2 * l2_bytes // max(nbytes, 1))), MAX_COPIES)
+def num_copies(nbytes: int, cache_bytes: int, least: int = MIN_COPIES) -> int:
+    """Copies of a weight that together are twice the cache, on a GPU at least 16."""
+    return min(max(least, -(-2 * cache_bytes // max(nbytes, 1))), MAX_COPIES)
 
 
 # ---- sequences -----------------------------------------------------------------------------------------
@@ -165,11 +169,6 @@ class Pages:
     lengths: tuple[int, ...]
     spare: Tensor  # ids of pages that are in no list
     rope: RopeTable
-
-    @property
-    def token_bytes(self) -> int:
-        """Keys, values and scales of a token in one layer."""
-        return 2 * self.layout.num_kv_heads * self.layout.head_bytes // PAGE
 
     def lists(self, parts: Sequence[tuple[int, int, int]]) -> PageTable:
         stops = torch.tensor([stop for _, _, stop in parts], dtype=torch.int32)
@@ -313,6 +312,35 @@ def cublas_tflops(size: int = 8192) -> float:
     return 2 * size**3 / us / 1e6
 
 
+def floor_columns(us: float, nbytes: int, flops: int, copy_gbs: float, tflops: float) -> dict[str, float]:
+    """What the bytes or the operations take at least at these rates, and how far from it a time is."""
+    floor = max(nbytes / copy_gbs / 1e3, flops / tflops / 1e6)
+    return {"floor us": floor, "x floor": us / floor}
+
+
+def cpu_beside_torch(
+    benchmark: Any, ours: Sequence[Call], torchs: Sequence[Call], *, rounds: int = CPU_ROUNDS
+) -> dict[str, Any]:
+    """Microseconds a call of ours and of torch's, the least of rounds that take turns, each of all the calls.
+
+    The benchmark's own times are those of our rounds.
+    """
+    times: tuple[list[float], list[float]] = ([], [])
+
+    def timed(calls: Sequence[Call], kept: list[float]) -> None:
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        kept.append(1e6 * (time.perf_counter() - start) / len(calls))
+
+    with torch.inference_mode():
+        benchmark.pedantic(
+            timed, args=(ours, times[0]), setup=lambda: timed(torchs, times[1]), rounds=rounds, warmup_rounds=1
+        )
+    us, torch_us = min(times[0]), min(times[1])
+    return {"us": us, "torch us": torch_us, "x torch": torch_us / us, "calls": len(ours)}
+
+
 # ---- the machine -------------------------------------------------------------------------------------
 
 
@@ -326,6 +354,9 @@ def environment() -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "python": platform.python_version(),
         "versions": {name: installed(name) for name in ("torch", "triton", "gemlite", "humming-kernels", "vllm")},
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "commit": _first_line("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
         "gpu": None,
     }
@@ -349,6 +380,25 @@ def gpu_folder(gpu: str | None) -> str:
     return re.sub(r"[^a-z0-9]+", "-", (gpu or "no-gpu").lower()).strip("-")
 
 
+def cpu_folder(name: str, capability: str) -> str:
+    """Name of a CPU's folder under bench/results: "cpu-epyc-avx2" of an "AMD EPYC, 2 cores" with AVX2."""
+    name = re.sub(r"\((R|TM)\)|@.*|,.*|\d+-core|\b(AMD|Intel|CPU|Processor)\b", " ", name, flags=re.IGNORECASE)
+    return "-".join(["cpu", *re.findall(r"[a-z0-9]+", f"{name} {capability}".lower())])
+
+
+def machine_folder() -> str:
+    """Name of this machine's folder under bench/results."""
+    if has_gpu():
+        return gpu_folder(torch.cuda.get_device_name())
+    return cpu_folder(cpu_name(), torch.backends.cpu.get_cpu_capability())
+
+
+def last_cache_bytes() -> int:
+    """The largest cache of this CPU; where Linux does not tell, 32 MiB."""
+    sizes = [path.read_text().strip() for path in CACHE_SYSFS.glob("index*/size")]
+    return max((int(size[:-1]) << (10 if size[-1] == "K" else 20) for size in sizes), default=32 << 20)
+
+
 def installed(package: str) -> str | None:
     try:
         return version(package)
@@ -367,14 +417,16 @@ def _first_line(*command: str) -> str | None:
 
 # ---- results -----------------------------------------------------------------------------------------
 
+LEFT = ("weights", "shape", "what", "bound", "kernel", "scheme", "bench")  # columns of words
+
 
 def rows_table(title: str, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> Table:
     """A table of some columns of rows; numbers by their size, nothing where a row has no value."""
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column, justify="left" if column in ("weights", "shape", "what", "bound") else "right")
+        table.add_column(column, justify="left" if column in LEFT else "right")
     for row in rows:
-        table.add_row(*(shown(row.get(column)) for column in columns))
+        table.add_row(*(escape(shown(row.get(column))) for column in columns))
     return table
 
 
@@ -384,8 +436,30 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
+        digits = next(
+            (digits for least, digits in ((1000, "0f"), (100, "1f"), (0.1, "2f")) if abs(value) >= least), "2g"
+        )
+        return f"{value:.{digits}}"
     return str(value)
+
+
+@contextmanager
+def printed_after(config: pytest.Config, title: str, columns: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+    """Rows that a module's benches collect, whose table is printed when all are measured."""
+    rows: list[dict[str, Any]] = []
+    yield rows
+    if rows:
+        show(config, [rows_table(title, rows, columns)])
+
+
+def show(config: pytest.Config, tables: Iterable[Any]) -> None:
+    """Print in the middle of a pytest run."""
+    capture: Any = config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        screen = console()
+        screen.print()
+        for table in tables:
+            screen.print(table)
 
 
 def console() -> Console:

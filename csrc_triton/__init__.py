@@ -1,7 +1,8 @@
 """Kernels for quantised matmul and paged attention whose bits do not depend on the batch they run in.
 
 Import from the files (`from csrc_triton.qmatmul import dequant_matmul`) or from here; nothing is loaded
-before a name is asked for, and nothing asks for a GPU.
+before a name is asked for, and nothing asks for a GPU. `x_bytes` and `x_flops` beside a launcher `x` are what a call
+must move and compute, for rooflines.
 """
 
 from __future__ import annotations
@@ -58,6 +59,27 @@ _HOME = {
     "rmsnorm": "fused",
     "swiglu": "fused",
     "argmax": "fused",
+    "matmul_bytes": "qmatmul",
+    "matmul_flops": "qmatmul",
+    "matmul_rmsnorm_bytes": "qmatmul",
+    "swiglu_matmul_bytes": "qmatmul",
+    "lm_head_argmax_bytes": "qmatmul",
+    "w8a8_matmul_bytes": "w8a8",
+    "attention_bytes": "attention",
+    "attention_flops": "attention",
+    "visible_pairs": "attention",
+    "tree_attention_bytes": "tree",
+    "tree_pairs": "tree",
+    "append_kv_bytes": "pages",
+    "copy_pages_bytes": "pages",
+    "commit_path_bytes": "pages",
+    "rmsnorm_bytes": "fused",
+    "add_rmsnorm_bytes": "fused",
+    "quantize_rows_bytes": "fused",
+    "rmsnorm_quantize_bytes": "fused",
+    "swiglu_bytes": "fused",
+    "argmax_bytes": "fused",
+    "top_k_bytes": "fused",
 }
 __all__ = sorted(_HOME)
 

@@ -375,6 +375,26 @@ def slot_nbytes(count: int, heads: int, dim: int) -> tuple[int, int]:
     return 4 * count * heads * dim, 8 * count * heads
 
 
+def attention_bytes(tokens: int, token_bytes: int, rows: int, heads: int, dim: int, itemsize: int = 2) -> int:
+    """Bytes that attention must move: keys and values of so many different tokens, q and the result, once.
+
+    token_bytes: `KVLayout.token_bytes`.
+    """
+    return tokens * token_bytes + 2 * rows * heads * dim * itemsize
+
+
+def attention_flops(pairs: int, heads: int, dim: int) -> int:
+    """Of so many pairs of a row and a key that it sees: two products a head."""
+    return 4 * pairs * heads * dim
+
+
+def visible_pairs(tokens: int, rows: int, window: int | None = None) -> int:
+    """Pairs of a sequence's last rows and the keys that they see."""
+    if window is not None:
+        return sum(min(window, tokens - row) for row in range(rows))
+    return rows * tokens - rows * (rows - 1) // 2
+
+
 def attention_workspace_nbytes(
     q: Tensor, layout: KVLayout, table: PageTable, cu_rows: Tensor, row_pos: Tensor, window: int | None = None
 ) -> int:

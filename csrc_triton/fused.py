@@ -391,6 +391,26 @@ def _launch_quantize(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tens
     return codes, scale
 
 
+def rmsnorm_bytes(m: int, k: int, itemsize: int = 2) -> int:
+    """Bytes that a launch must move, numbers of so many bytes: x and weight read, y written."""
+    return (2 * m + 1) * k * itemsize
+
+
+def add_rmsnorm_bytes(m: int, k: int, itemsize: int = 2) -> int:
+    """x, residual and weight read, the sum and its norm written."""
+    return (4 * m + 1) * k * itemsize
+
+
+def quantize_rows_bytes(m: int, k: int, itemsize: int = 2) -> int:
+    """x read, codes and float32 scales written."""
+    return m * k * itemsize + m * (k + 4)
+
+
+def rmsnorm_quantize_bytes(m: int, k: int, itemsize: int = 2) -> int:
+    """`quantize_rows_bytes`, and weight read."""
+    return quantize_rows_bytes(m, k, itemsize) + k * itemsize
+
+
 def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """The definition in float64."""
     wide = x.double() if residual is None else x.double() + residual.double()
@@ -482,6 +502,11 @@ def swiglu(gate_up: Tensor, activation: str = "silu", block: int = 64) -> Tensor
             **OPTIONS,
         )
     return out
+
+
+def swiglu_bytes(m: int, f: int, itemsize: int = 2) -> int:
+    """Gate and up read, y [m, f] written."""
+    return 3 * m * f * itemsize
 
 
 def swiglu_ref(gate_up: Tensor, activation: str = "silu", block: int = 64) -> Tensor:
@@ -577,11 +602,20 @@ def top_k(logits: Tensor, k: int, *, workspace: Tensor | None = None) -> tuple[T
         return values, _launch_top("top_k", logits, k, values, workspace)
     cpu.refuse_device("top_k", logits)
     x = logits.float()
+    values, ids = torch.topk(x, min(k + 1, x.shape[1]))
+    ties = (values[:, 1:] == values[:, :-1]).any(1) | values.isnan().any(1)  # topk puts NaN first, and equals anyhow
+    ids = ids[:, :k]
+    if ties.any():
+        ids[ties] = _ranked_top_k(x[ties], k)
+    return logits.gather(1, ids), ids
+
+
+def _ranked_top_k(x: Tensor, k: int) -> Tensor:
+    """Ids by rank: no two are alike, as the id is the lower half of each."""
     bits = torch.where(x == 0, 0.0, x).view(torch.int32)
     key = torch.where(x.isnan(), LOWEST_KEY, bits ^ ((bits >> 31) & HIGHEST_KEY)).long()
     ranks = (key << 32) | (torch.arange(x.shape[1]) ^ HIGHEST_KEY)
-    ids = (torch.topk(ranks, k).values & 0xFFFFFFFF) ^ HIGHEST_KEY  # no two ranks are alike
-    return logits.gather(1, ids), ids
+    return (torch.topk(ranks, k).values & 0xFFFFFFFF) ^ HIGHEST_KEY
 
 
 def top_k_workspace_nbytes(num_rows: int, vocab: int, k: int = 1) -> int:
@@ -621,6 +655,16 @@ def _launch_top(name: str, logits: Tensor, k: int, values: Tensor | None, worksp
             ranks, logits, ids, values, units(logits), k, num_ranks, BLOCK=block, num_warps=warps, **OPTIONS
         )
     return ids
+
+
+def argmax_bytes(m: int, vocab: int, itemsize: int = 4) -> int:
+    """Logits read, int64 ids written; candidates in between stay in the cache."""
+    return m * (vocab * itemsize + 8)
+
+
+def top_k_bytes(m: int, vocab: int, k: int, itemsize: int = 4) -> int:
+    """Logits read, k values and int64 ids of a row written."""
+    return m * (vocab * itemsize + k * (itemsize + 8))
 
 
 def argmax_ref(logits: Tensor) -> Tensor:

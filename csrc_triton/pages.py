@@ -68,6 +68,11 @@ class KVLayout:
         return PAGE * (self.head_dim * self.dtype.itemsize + (SCALE_BYTES if self.scaled else 0))
 
     @property
+    def token_bytes(self) -> int:
+        """Key, value and scales of a token in one layer."""
+        return 2 * self.num_kv_heads * self.head_bytes // PAGE
+
+    @property
     def block_bytes(self) -> int:
         """One page in one layer, keys and values, rounded up to 4096."""
         return -(-2 * self.num_kv_heads * self.head_bytes // ID_BYTES) * ID_BYTES
@@ -396,6 +401,11 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+def append_kv_bytes(layout: KVLayout, tokens: int, itemsize: int = 2) -> int:
+    """Bytes that storing tokens in one layer must move: keys and values read, numbers of so many bytes, and stored."""
+    return tokens * (2 * layout.num_kv_heads * layout.head_dim * itemsize + layout.token_bytes)
+
+
 def append_kv_ref(k: Tensor, v: Tensor, rot_slot: Tensor, rope: RopeTable) -> tuple[Tensor, Tensor]:
     """What append_kv stores, in float64: (rotated keys, half-split; values)."""
     half = rope.rot_dim // 2
@@ -563,6 +573,16 @@ def commit_path(
             parts.append(layout.scales(arena, layer))
         for part in parts:
             part[to_page, :, :, to_slot] = part[from_page, :, :, from_slot]
+
+
+def copy_pages_bytes(layout: KVLayout, pages: int) -> int:
+    """Bytes read and written by a copy of pages in all layers."""
+    return 2 * pages * layout.page_bytes
+
+
+def commit_path_bytes(layout: KVLayout, tokens: int) -> int:
+    """Bytes read and written by a copy of tokens in all layers."""
+    return 2 * tokens * layout.num_layers * layout.token_bytes
 
 
 def _refuse_overlap(name: str, what: str, src: list[Any], dst: list[Any]) -> None:

@@ -157,6 +157,11 @@ def prefill_workspace_nbytes(m: int, w: QTensor, dtype: torch.dtype = torch.bflo
     return tiles * ROWS * blocks * COLS * dtype.itemsize
 
 
+def written_out_bytes(n: int, k: int, weight_nbytes: int, itemsize: int = 2) -> int:
+    """Bytes that writing a weight out must move: it read as packed, whole tiles of numbers of so many bytes written."""
+    return weight_nbytes + -(-n // ROWS) * ROWS * -(-k // COLS) * COLS * itemsize
+
+
 def written_out(w: QTensor, x: Tensor, workspace: Tensor | None) -> QTensor:
     """The weight as the MMA reads it, dense in x's dtype, with its block scales where the form has them."""
     tiles, blocks = w.parts["codes"].shape[:2]

@@ -28,6 +28,7 @@ from csrc_triton.fused import (
     inverse_rms,
     new_rows,
     rmsnorm,
+    rmsnorm_bytes,
     row_at,
     row_options,
     store_norm,
@@ -402,6 +403,36 @@ def matmul(
     if x.shape[0] <= MAX_ROWS:
         return decode(x, w, bias, residual, out_dtype or x.dtype, workspace)
     return prefill(x, w, bias, residual, out_dtype or x.dtype, workspace)
+
+
+def matmul_bytes(m: int, n: int, k: int, weight_nbytes: int, x_itemsize: int = 2, y_itemsize: int = 2) -> int:
+    """Bytes that y [m, n] = x [m, k] . w^T must move: the weight as packed, x and y once."""
+    return weight_nbytes + m * k * x_itemsize + m * n * y_itemsize
+
+
+def matmul_flops(m: int, n: int, k: int) -> int:
+    """Multiplications and additions."""
+    return 2 * m * n * k
+
+
+def fold_bytes(m: int, n: int, segments: int, y_itemsize: int = 2) -> int:
+    """Bytes of float32 partial sums read and of y written where the segments of a product are added."""
+    return m * n * (4 * segments + y_itemsize)
+
+
+def matmul_rmsnorm_bytes(m: int, n: int, k: int, weight_nbytes: int, itemsize: int = 2) -> int:
+    """`matmul_bytes`, the residual and the norm's weight read, and the norm written."""
+    return matmul_bytes(m, n, k, weight_nbytes, itemsize, itemsize) + rmsnorm_bytes(m, n, itemsize)
+
+
+def swiglu_matmul_bytes(m: int, f: int, k: int, weight_nbytes: int, itemsize: int = 2) -> int:
+    """The weight of gate and up as packed, x and y [m, f] once."""
+    return matmul_bytes(m, f, k, weight_nbytes, itemsize, itemsize)
+
+
+def lm_head_argmax_bytes(m: int, k: int, weight_nbytes: int, itemsize: int = 2) -> int:
+    """The weight as packed, x, and int64 ids: no logits."""
+    return weight_nbytes + m * (k * itemsize + 8)
 
 
 def matmul_ref(x: Tensor, w: QTensor | Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:

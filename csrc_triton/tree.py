@@ -30,6 +30,7 @@ from csrc_triton.attention import (
     AttentionCall,
     DevicePlan,
     PageTable,
+    attention_bytes,
     check_attention,
     check_cpu,
     check_lists,
@@ -472,6 +473,18 @@ def tree_attention_workspace_nbytes(
     table = PageTable(*(t.cpu() for t in (table.ids, table.base, table.span, table.n)))
     found = tails(table, trees, anywhere, anywhere)
     return sum(slot_nbytes(_plan(q, layout, lists_of(table), found, window, True).num_slots, *q.shape[1:]))
+
+
+def tree_attention_bytes(
+    committed: int, nodes: int, token_bytes: int, rows: int, heads: int, dim: int, itemsize: int = 2
+) -> int:
+    """Bytes that verifying a tree must move: keys and values, those of its nodes too, q and the result, once."""
+    return attention_bytes(committed + nodes, token_bytes, rows, heads, dim, itemsize)
+
+
+def tree_pairs(committed: int, tree: Tree) -> int:
+    """Pairs of a computed node and a key that it sees, as `attention_flops` takes them."""
+    return tree.num_rows * committed + int((tree.depth[tree.num_stored :] + 1).sum())
 
 
 def tree_attention_ref(

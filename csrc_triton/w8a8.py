@@ -197,6 +197,11 @@ def w8a8_workspace_nbytes(m: int, w: QTensor) -> int:
     return 4 * w.segments * m * w.shape[0] if w.segments > 1 and m <= SPLIT_ROWS else 0
 
 
+def w8a8_matmul_bytes(m: int, n: int, k: int, weight_nbytes: int, y_itemsize: int = 2) -> int:
+    """Bytes that the product must move: the weight as packed, codes and scales of x, y; see `quantize_rows_bytes`."""
+    return weight_nbytes + m * (k + 4) + m * n * y_itemsize
+
+
 def w8a8_matmul_ref(x: Tensor, w: QTensor) -> Tensor:
     """The definition in float64, on a packed or stored weight, from the rounded activations."""
     codes, scale = quantize_rows(x.float() if not launch.runs_kernel(x) else x)

@@ -63,9 +63,9 @@ from csrc_triton.attention_plan import CHUNK, PAGE, make_plan
 from csrc_triton.cpu_attention import Workspace
 from csrc_triton.launch import Tile
 from csrc_triton.qgemm import prefill
-from csrc_triton.qmatmul import MAX_ROWS, decode, matmul_ref, swiglu_matmul
+from csrc_triton.qmatmul import MAX_ROWS, decode, fold_bytes, matmul_bytes, matmul_ref, swiglu_matmul
 from csrc_triton.quant import QTensor
-from csrc_triton.w8a8 import w8a8_matmul, w8a8_matmul_ref
+from csrc_triton.w8a8 import w8a8_matmul, w8a8_matmul_bytes, w8a8_matmul_ref
 
 MARGIN = {True: 0.01, False: 0.1}  # times closer than this are equal: measured, and of the model
 USUAL_STAGES = 5
@@ -92,15 +92,17 @@ def described(tunable: Tunable, w: QTensor, rows: int, tile: Tile) -> roofline.L
     blocks = -(-k // t64.COLS)
     splits = w.segments if tunable.splits and rows <= MAX_ROWS else 1
     out = 4 if tunable.product == "f32" else 2
+    product_bytes = w8a8_matmul_bytes if size == 1 else partial(matmul_bytes, x_itemsize=size)
+    nbytes = product_bytes(rows, n, k, w.nbytes, y_itemsize=out)
     return roofline.Launch(
         programs=-(-rows // tile.rows) * -(-n // tile.cols) * splits,
         blocks=blocks / splits,
         weight_block_bytes=w.nbytes / (-(-n // t64.ROWS) * blocks) * tile.cols / t64.ROWS,
         rows_block_bytes=min(rows, tile.rows) * t64.COLS * size,
         block_flops=2 * tile.rows * tile.cols * t64.COLS,
-        dram_bytes=roofline.matmul_bytes(rows, n, k, w.nbytes, size, out),
+        dram_bytes=nbytes,
         kind=tunable.product,
-        side_bytes=roofline.fold_bytes(rows, n, splits, out) if splits > 1 else 0,
+        side_bytes=fold_bytes(rows, n, splits, out) if splits > 1 else 0,
         side_launches=int(splits > 1) + int(tunable.product == "int8"),
     )
 
@@ -258,8 +260,8 @@ def _attention_described(tunable: Tunable, w: Layer, rows: int, tile: Tile) -> r
         tile_rows=tile.rows,
         kv_heads=KV_HEADS,
         dim=layout.head_dim,
-        token_bytes=w.pages.token_bytes,
-        dram_bytes=sum(lengths) * w.pages.token_bytes,
+        token_bytes=layout.token_bytes,
+        dram_bytes=sum(lengths) * layout.token_bytes,
     )
     if layout.dtype == torch.float32:
         work = replace(work, kind="f32")
@@ -496,7 +498,7 @@ def _sums_of(tunable: Tunable, kind: str, arch: int, run: Callable[[Tensor, Any]
 def predicted(tunable: Tunable, point: Point, tile: Tile, kernel: roofline.Kernel) -> roofline.Prediction:
     """The static model's time of a candidate."""
     _, w = tunable.operands(point.kind, point.n, point.k, point.rows, "cpu", None)
-    return roofline.predict(kernel, tunable.describe(tunable, w, point.rows, tile), roofline.GPUS[kernel.arch])
+    return roofline.predict(kernel, tunable.describe(tunable, w, point.rows, tile), roofline.MODELLED[kernel.arch])
 
 
 def timed(tunable: Tunable, point: Point, tile: Tile, arch: int) -> float:
@@ -750,7 +752,7 @@ def make_table(
     """
     screen = screen or console()
     if gpu is None:
-        name = roofline.GPUS[arch].name
+        name = roofline.MODELLED[arch].name
         screen.print(f"no GPU: tiles of sm_{arch} are ranked by the static model of {name}, not timed")
     context = f"{source_digest()} triton {triton.__version__} {gpu or 'static'} sm_{arch}"
     tuner = Tuner(arch, gpu, Journal(path.with_name(path.name + ".trials"), context), time.monotonic() + 60 * minutes)
@@ -826,8 +828,10 @@ def main(
         arch = 10 * major + minor
     if arch is None:
         raise typer.BadParameter("no GPU here: name the architecture with --arch")
-    if gpu is None and arch not in roofline.GPUS:
-        raise typer.BadParameter(f"the static model knows sm_{', sm_'.join(map(str, roofline.GPUS))}, not sm_{arch}")
+    if gpu is None and arch not in roofline.MODELLED:
+        raise typer.BadParameter(
+            f"the static model knows sm_{', sm_'.join(map(str, roofline.MODELLED))}, not sm_{arch}"
+        )
     keys = [t.key for t in TUNABLES]
     if unknown := set(kernel or ()) - set(keys):
         raise typer.BadParameter(f"unknown kernel {sorted(unknown)}; there are {keys}")

@@ -1,0 +1,178 @@
+"""What benches gave, kept in a file and compared with a later run; and the machine's name for the folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
+
+import harness
+import records
+
+pytest_plugins = ["pytester"]
+INFO = {"tokens": 17728, "ids": [1, 2], "x torch": 2.0, "us": 5.0, "arms": {"D": {"prefill": 25920}}, "what": "a word"}
+
+
+def recorded(seconds: tuple[float, ...] = (1.0, 1.1, 1.2, 1.3, 9.0), **info: Any) -> dict[str, Any]:
+    return records.row_of("test_x[1]", seconds, INFO | info)
+
+
+# ---- rows --------------------------------------------------------------------------------------------
+
+
+def test_a_row_has_the_least_the_median_and_the_spread_but_for_the_slowest_tenth() -> None:
+    row = records.row_of("test_x", [float(n) for n in range(20, 0, -1)], {})
+    assert (row["min"], row["median"], row["spread"], row["rounds"]) == (1.0, 10.5, 17.0, 20)
+    assert [records.row_of("test_x", seconds, {})["spread"] for seconds in ([3.0], [3.0, 4.0, 9.0])] == [0.0, 1.0]
+
+
+def test_a_median_agrees_where_it_lies_in_the_recorded_spread() -> None:
+    before = records.row_of("test_x[1]", [1.0 + n / 100 for n in range(10)], {})  # to 1.08
+    for median, agrees in ((1.08, True), (1.0, True), (1.09, False), (0.99, False)):
+        time, *rest = records.compare(records.row_of("test_x[1]", [median] * 3, {}), before)
+        assert (time.agrees, time.must, rest) == (agrees, False, [])
+        assert time.ratio == pytest.approx(median / before["median"])
+
+
+def test_counts_must_be_equal_and_ratios_and_times_only_inform() -> None:
+    same = list(records.compare(recorded(), recorded()))
+    assert [(c.what, c.agrees) for c in same] == [("median ms", True), ("x torch", True)]
+    for change in ({"tokens": 17729}, {"ids": [1, 3]}, {"arms": {"D": {"prefill": 25919}}}, {"tokens": 17728.5}):
+        wrong = [c for c in records.compare(recorded(**change), recorded()) if c.must]
+        assert [c.agrees for c in wrong] == [False], change
+    gone = records.row_of("test_x[1]", [1.0], {key: value for key, value in INFO.items() if key != "arms"})
+    assert [(c.what, c.now) for c in records.compare(gone, recorded()) if c.must] == [("arms: D: prefill", None)]
+    slow = list(records.compare(recorded((50.0,), **{"x torch": 0.1, "us": 500.0, "what": "another"}), recorded()))
+    assert [c.agrees for c in slow] == [False, False] and not any(c.must for c in slow)
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "bench_x.json"
+    assert records.read(path) == "nothing recorded"
+    records.write(path, "pytest bench", {"cpu": "some"}, [recorded()])
+    assert records.read(path) == records.Record({"cpu": "some"}, {"test_x[1]": recorded()})
+    assert json.loads(path.read_text())["command"] == "pytest bench"
+
+
+def test_what_else_differs_from_the_record_is_named() -> None:
+    before = {"cpu": "some", "threads": 2, "versions": {"torch": "2"}, "date": "yesterday"}
+    assert records.changes(before | {"date": "today"}, before) == []
+    assert records.changes(before | {"threads": 1}, before) == ["threads now 1, recorded 2"]
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"command": "", "environment": {}, "rows": {"a": 1}}', '{"benchm'])
+def test_files_of_another_form_are_not_compared(tmp_path: Path, content: str) -> None:
+    (tmp_path / "bench_x.json").write_text(content)
+    assert isinstance(why := records.read(tmp_path / "bench_x.json"), str)
+    assert "another form" in why or "no JSON" in why
+
+
+# ---- runs --------------------------------------------------------------------------------------------
+
+ROWS = """
+import pytest
+
+@pytest.mark.parametrize("size", [1])
+def test_x(benchmark, size):
+    benchmark.extra_info["tokens"] = {tokens}
+    benchmark.pedantic(lambda: sum(range(1000)), rounds=5)
+
+@pytest.mark.gpu
+def test_on_a_gpu(benchmark):
+    benchmark(lambda: None)
+"""
+
+
+def plugin() -> ModuleType:
+    """bench/conftest.py, under a name of its own: this folder has a conftest too."""
+    spec = importlib.util.spec_from_file_location("bench_conftest", harness.ROOT / "bench" / "conftest.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(pytester: pytest.Pytester, bench: str, *arguments: str) -> tuple[int, str]:
+    pytester.makepyfile(bench_x=bench)
+    sys.modules.pop("bench_x", None)
+    done = pytester.runpytest("bench_x.py", "--results=kept", *arguments, plugins=[plugin()])
+    return int(done.ret), done.stdout.str()
+
+
+@pytest.mark.skipif(harness.has_gpu(), reason="there is one")
+def test_a_recorded_run_agrees_with_itself_and_a_changed_count_fails(pytester: pytest.Pytester) -> None:
+    code, text = run(pytester, ROWS.format(tokens=7))
+    assert code == 0 and "bench_x.json: nothing recorded" in text
+    code, text = run(pytester, ROWS.format(tokens=7), "--record", "--benchmark-json=also.json")
+    assert code == 0 and "bench_x.json: 1 rows written" in text
+    assert json.loads((pytester.path / "also.json").read_text())["benchmarks"][0]["extra_info"] == {"tokens": 7}
+    record = json.loads((pytester.path / "kept" / "bench_x.json").read_text())
+    assert record["command"].startswith("pytest bench_x.py --results=kept --record --benchmark-json=also.json")
+    assert {"cpu", "threads", "cpu_capability", "versions", "date"} <= set(record["environment"])
+    assert [(row["name"], row["rounds"], row["extra_info"]) for row in record["rows"]] == [
+        ("test_x[1]", 5, {"tokens": 7})
+    ]
+
+    code, text = run(pytester, ROWS.format(tokens=7))
+    assert code == 0 and "│ test_x[1] │ median ms" in text and "CHANGED" not in text
+    code, text = run(pytester, ROWS.format(tokens=8))
+    assert code == 1 and "CHANGED" in text and "a count differs" in text
+    code, text = run(pytester, ROWS.format(tokens=8), "--record")
+    assert code == 0 and run(pytester, ROWS.format(tokens=8))[0] == 0
+
+
+def test_a_file_whose_bench_failed_is_not_recorded(pytester: pytest.Pytester) -> None:
+    failing = ROWS.format(tokens=7) + "\ndef test_wrong(benchmark):\n    benchmark(lambda: None)\n    assert False\n"
+    code, text = run(pytester, failing, "--record", "--benchmark-max-time=0.01")
+    assert code == 1 and "not written" in text and not (pytester.path / "kept" / "bench_x.json").exists()
+
+
+# ---- the machine -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "folder"),
+    [
+        ("AMD EPYC, 2 cores", "AVX2", "cpu-epyc-avx2"),
+        ("AMD EPYC 7B13 64-Core Processor, 8 cores", "AVX512", "cpu-epyc-7b13-avx512"),
+        ("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz, 4 cores", "AVX512", "cpu-xeon-platinum-8481c-avx512"),
+        ("aarch64", "DEFAULT", "cpu-aarch64-default"),
+    ],
+)
+def test_a_cpus_folder_has_its_name_and_what_torch_makes_of_it(name: str, capability: str, folder: str) -> None:
+    assert harness.cpu_folder(name, capability) == folder
+
+
+def test_an_environment_names_what_decides_a_time() -> None:
+    found = harness.environment()
+    assert found["cpu"] == harness.cpu_name() and found["threads"] >= 1 and found["cpu_capability"]
+    assert harness.gpu_folder("NVIDIA H200") == "nvidia-h200"
+
+
+def test_a_time_is_shown_beside_its_floor() -> None:
+    assert harness.floor_columns(20.0, 43_000_000, 0, 4300, 788) == {"floor us": 10.0, "x floor": 2.0}
+    assert harness.floor_columns(20.0, 1, 7_880_000_000, 4300, 788)["x floor"] == 2.0
+
+
+class Pedantic:
+    """As pytest-benchmark's fixture, without the report."""
+
+    def pedantic(self, run: Callable[..., Any], *, args: Any, setup: Callable[[], None], **counts: int) -> None:
+        for _ in range(counts["rounds"] + counts["warmup_rounds"]):
+            setup()
+            run(*args)
+
+
+def test_torch_and_ours_take_turns() -> None:
+    order: list[str] = []
+    row = harness.cpu_beside_torch(Pedantic(), [lambda: order.append("a")] * 2, [lambda: order.append("b")], rounds=3)
+    assert order == ["b", "a", "a"] * 4  # one round to warm up
+    assert row["calls"] == 2 and row["x torch"] == row["torch us"] / row["us"]
