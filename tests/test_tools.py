@@ -17,15 +17,15 @@ pytest.importorskip("triton.language")
 
 import autotune
 import bench_attention
+import bench_fused
 import bench_matmul
-import compile_check
 import gpu_run
 import harness
 import roofline
 import sass
 from autotune import ATTENTION, TUNABLES, Trial, Tunable
 from interpreter import interpreted
-from roofline import GPUS, Kernel, Launch, bytes_in_flight, predict
+from roofline import MODELLED, Kernel, Launch, bytes_in_flight, predict
 from typer.testing import CliRunner
 
 from csrc_triton import attention, launch, t64
@@ -264,17 +264,14 @@ def launch_of(m: int, n: int, k: int, **changes: Any) -> Launch:
 def test_bytes_and_flops_are_those_of_the_formulas() -> None:
     w = harness.made_up_weight("q4", 8192, 8192, seed=None)
     assert w.nbytes == 8192 * 8192 // 2 + 4 * 8192 * 64  # nibbles, and a float32 scale for each 128
-    assert roofline.matmul_bytes(16, 8192, 8192, w.nbytes) == w.nbytes + 2 * 16 * 8192 * 2
-    assert bench_matmul.matmul_bytes(16, 8192, 8192, w.nbytes) == roofline.matmul_bytes(16, 8192, 8192, w.nbytes)
-    assert roofline.matmul_flops(3, 5, 7) == bench_matmul.matmul_flops(3, 5, 7) == 210
-    assert roofline.fold_bytes(2, 10, 3) == 20 * 14
     work = launch_of(16, 8192, 8192)
+    assert work.dram_bytes == w.nbytes + 2 * 16 * 8192 * 2 and work.side_bytes == 16 * 8192 * (4 * w.segments + 2)
     assert (work.programs, work.blocks) == (128 * w.segments, 64 / w.segments)
     assert work.programs * work.blocks * work.weight_block_bytes == w.nbytes
 
 
 def test_a_time_is_never_less_than_any_of_its_parts() -> None:
-    gpu = GPUS[90]
+    gpu = MODELLED[90]
     for m, n, k in ((1, 8192, 8192), (16, 4096, 4096), (16, 576, 1536), (16, 28672, 4096)):
         expected = predict(KERNEL, launch_of(m, n, k), gpu)
         assert expected.us > max(expected.parts.values()) and expected.bound in (*roofline.PARTS, "latency")
@@ -282,7 +279,7 @@ def test_a_time_is_never_less_than_any_of_its_parts() -> None:
 
 
 def test_more_work_or_fewer_loads_under_way_take_longer() -> None:
-    gpu, work = GPUS[90], launch_of(16, 8192, 8192)
+    gpu, work = MODELLED[90], launch_of(16, 8192, 8192)
     base = predict(KERNEL, work, gpu).us
     assert predict(replace(KERNEL, instructions=2 * KERNEL.instructions), work, gpu).us > base
     assert predict(KERNEL, replace(work, dram_bytes=2 * work.dram_bytes), gpu).us > base
@@ -294,27 +291,25 @@ def test_more_work_or_fewer_loads_under_way_take_longer() -> None:
 def test_occupancy_limits_the_loads_under_way() -> None:
     alone = replace(KERNEL, blocks_per_sm=1)
     work = launch_of(16, 28672, 4096)
-    assert bytes_in_flight(alone, work, GPUS[90]) * 4 == bytes_in_flight(KERNEL, work, GPUS[90])
+    assert bytes_in_flight(alone, work, MODELLED[90]) * 4 == bytes_in_flight(KERNEL, work, MODELLED[90])
 
 
 def test_attention_bytes_and_flops_are_those_of_the_formulas() -> None:
-    assert roofline.visible_pairs(10, 1) == 10 and roofline.visible_pairs(4, 4) == 10
     cases = {case.name: case for case in bench_attention.CASES}
     decode, prefill = cases[bench_attention.LLAMA], cases["prefill 2048"]
     assert bench_attention.case_bytes(decode) == 32 * 4096 * 2 * 8 * 128 * 2 + 2 * 32 * 32 * 128 * 2
     assert decode.pairs == 32 * 4096 and prefill.pairs == 2048 * 2049 // 2
-    assert cases["chain of 8"].pairs == 32 * roofline.visible_pairs(4096, 8)
+    assert cases["chain of 8"].pairs == 32 * (8 * 4096 - 28)
     assert cases["cascade"].tokens == 32768 + 128 * 256
     node_pairs = 8 * 1 + 16 * 2 + 32 * 3 + 8 * 4
     assert cases["tree of 64"].pairs == 8 * (8170 * 64 + node_pairs)
-    assert roofline.attention_flops(3, 5, 7) == 4 * 3 * 5 * 7
     work = roofline.attention_launch(
         256, 2048, tile_rows=16, kv_heads=8, dim=128, token_bytes=4096, dram_bytes=32 * 4096 * 4096
     )
     assert (work.programs, work.blocks) == (2048, 8)
     assert work.programs * work.blocks * work.weight_block_bytes == work.dram_bytes
     folded = roofline.with_fold(work, slots=256, most=8, heads=32, dim=128)
-    assert predict(KERNEL, folded, GPUS[90]).us > predict(KERNEL, work, GPUS[90]).us
+    assert predict(KERNEL, folded, MODELLED[90]).us > predict(KERNEL, work, MODELLED[90]).us
 
 
 # ---- benches -----------------------------------------------------------------------------------------
@@ -368,6 +363,7 @@ def test_without_a_gpu_the_bench_prints_the_model_and_says_so(tmp_path: Path) ->
     row = json.loads(path.read_text())["matmul"]["rows"][0]
     assert row["source"] == bench_matmul.MODEL and row["us"] > 2.0
     assert row["flops"] == 2 * 4096 * 4096 and row["instr/weight"] < 2.1
+    assert row["floor us"] == pytest.approx(row["bytes"] / 4.3e6) and row["x floor"] == row["us"] / row["floor us"] > 1
 
 
 def test_attention_targets_stand_beside_their_cases() -> None:
@@ -393,6 +389,7 @@ def test_without_a_gpu_the_attention_bench_prints_the_model_and_says_so(tmp_path
     decode, chain = json.loads(path.read_text())["attention"]["rows"]  # a case brings its base along
     assert (decode["what"], chain["what"]) == (bench_attention.LLAMA, "chain of 4")
     assert chain["source"] == bench_attention.MODEL and chain["holds"] is True
+    assert chain["floor us"] == pytest.approx(chain["bytes"] / 4.3e6) and chain["x floor"] > 1
     assert chain["bytes"] > decode["bytes"] and 1 < chain["x base"] == chain["us"] / decode["us"] < 1.15
     assert CliRunner().invoke(bench_attention.app, ["--case", "none"]).exit_code == 2
 
@@ -424,83 +421,43 @@ def test_the_attention_bench_checks_its_cases(name: str, monkeypatch: pytest.Mon
             made.check()
 
 
-# ---- the GPU run -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("scheme", bench_matmul.CPU_SCHEMES)
+def test_the_cpu_bench_of_products_checks_its_rows(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_matmul, "last_cache_bytes", lambda: 1 << 15)
+    weights = bench_matmul.CpuWeights(scheme, 64, 128)
+    assert sum(w.nbytes for w in weights.ours) >= 1 << 16 and len(weights.dense) == 2
+    x = harness.made_up_rows(3, 128, torch.float32)
+    assert weights.check(x) <= weights.allowed
+    weights.stored = replace(
+        weights.stored, parts=weights.stored.parts | {"scale": 1.1 * weights.stored.parts["scale"]}
+    )
+    with pytest.raises(AssertionError, match="against float64"):
+        weights.check(x)
 
 
-def dry_run(out: Path, *only: str) -> dict[str, Any]:
-    """The sections of a run without a GPU."""
-    done = CliRunner().invoke(gpu_run.app, ["--dry", "--out", str(out), *(f"--only={name}" for name in only)])
-    assert done.exit_code == 0, done.output
-    sections = json.loads((out / "results.json").read_text())["sections"]
-    assert list(sections) == list(only or (s.name for s in gpu_run.SECTIONS))
-    for name, section in sections.items():
-        assert section["status"] == "done" and section["rows"], name
-        assert name in done.output
-    return sections
+@pytest.mark.parametrize("case", bench_attention.CPU_CASES, ids=lambda case: case.name)
+def test_the_cpu_bench_of_attention_checks_its_cases(
+    case: bench_attention.Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bench_attention.Sequences(case, "cpu", layers=1)
+    made.check()
+    actual, exact = made._chosen()
+    monkeypatch.setattr(made, "_chosen", lambda: (1.0001 * actual, exact))
+    with pytest.raises(AssertionError, match="against float64"):
+        made.check()
+    assert [call().shape for call in bench_attention._sdpa_cpu(case, 1)] == [
+        (len(case.lengths), case.heads, case.rows, case.dim)
+    ]
 
 
-@pytest.mark.aot
-def test_the_gpu_run_goes_through_the_sections_it_is_told_without_a_gpu(tmp_path: Path) -> None:
-    dry_run(tmp_path, "machine", "fused")
-
-
-@pytest.mark.slow
-@pytest.mark.aot
-def test_the_gpu_run_goes_through_every_section_without_a_gpu(tmp_path: Path) -> None:
-    sections = dry_run(tmp_path)
-    assert set(sections["facts"]["found"]["probes"].values()) == {None}
-    launch.check_tiles(json.loads((tmp_path / "sm_90.json").read_text()), "")
-
-
-@pytest.mark.skipif(harness.has_gpu(), reason="there is one")
-def test_the_gpu_run_asks_for_a_gpu() -> None:
-    done = CliRunner().invoke(gpu_run.app, [])
-    assert done.exit_code == 2 and "--dry" in done.output
-
-
-def test_a_section_that_fails_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
-    def fail(run: gpu_run.Run) -> None:
-        run.row("before", 1)
-        raise RuntimeError("no such kernel\nmore")
-
-    run = gpu_run.Run(tmp_path, True, math.inf, part=tmp_path / "part.json")
-    assert gpu_run.run_section(gpu_run.Section("x", fail, 1), run) == "failed: RuntimeError: no such kernel"
-    assert json.loads((tmp_path / "part.json").read_text())["rows"][0]["what"] == "before"
-    late = gpu_run.Run(tmp_path, True, -math.inf)
-    assert gpu_run.run_section(gpu_run.Section("x", lambda run: None, 1), late) == "cut short"
-
-
-def test_results_fail_by_facts_and_tests_not_by_speed() -> None:
-    def results(name: str, holds: bool | None, status: str = "done") -> dict[str, Any]:
-        return {"sections": {name: {"status": status, "rows": [{"what": "w", "holds": holds}]}}}
-
-    assert gpu_run.all_hold(results("facts", True)) and gpu_run.all_hold(results("facts", None))
-    assert gpu_run.all_hold(results("matmul", False))
-    assert not gpu_run.all_hold(results("facts", False)) and not gpu_run.all_hold(results("tests", False))
-    assert not gpu_run.all_hold(results("matmul", True, "failed: x"))
-
-
-@pytest.mark.parametrize("kind", gpu_run.SETS)
-def test_operands_of_the_probes_tell_orders_apart(kind: str) -> None:
-    """Summed backwards, some sums differ in bits: otherwise equal bits would say nothing."""
-    a, b = gpu_run.probe_operands(kind, 16, 16, 256, "cpu")
-    assert a.isfinite().all() and b.isfinite().all()
-    products = a.float()[:, None, :] * b.float()[None, :, :]
-    forward, backward = torch.zeros(16, 16), torch.zeros(16, 16)
-    for k in range(256):
-        forward += products[..., k]
-        backward += products[..., 255 - k]
-    assert forward.isfinite().all() and gpu_run.differing(forward, backward) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.aot
-@pytest.mark.parametrize("name", gpu_run.PROBES)
-def test_probes_compile_to_what_they_claim(name: str) -> None:
-    assert gpu_run.probe_problem(gpu_run.PROBES[name]) is None
-
-
-def test_every_fact_has_its_probes() -> None:
-    named = {name for names, _ in gpu_run.FACTS.values() for name in names} | {gpu_run.BASE}
-    assert named == set(gpu_run.PROBES)
-    assert compile_check.MMA_OF["float", True] == gpu_run.PROBES[gpu_run.BASE].instruction
+@pytest.mark.parametrize("name", [*bench_fused.CASES, *bench_fused.LOGIT_CASES])
+def test_the_bench_of_row_wise_operations_checks_and_counts_them(name: str) -> None:
+    case = (bench_fused.CASES | bench_fused.LOGIT_CASES)[name]
+    width = 128
+    inputs = case.inputs(bench_fused.Rows("cpu", torch.float32), 3, width)
+    bench_fused.check(case, inputs)
+    outputs = bench_fused._tensors(case.kernel(*inputs))
+    assert case.nbytes(3, width, 4) == sum(t.nbytes for t in (*inputs, *outputs))
+    wrong = replace(case, kernel=lambda *x: tuple(t + 1 for t in outputs))
+    with pytest.raises(AssertionError, match="error"):
+        bench_fused.check(wrong, inputs)
