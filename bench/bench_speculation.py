@@ -34,7 +34,6 @@ from typing import Any
 import pytest
 import torch
 from harness import ROOT, console, cpu_name, demo_model, environment, rows_table, write_json
-from workloads import GB, KINDS
 
 from polymodel import Draft, Engine, Output
 from polymodel.accept import expected_tokens
@@ -42,7 +41,12 @@ from polymodel.config import LowBit, Weights
 from polymodel.control import CostTable
 from polymodel.events import Event
 from polymodel.output import Metrics
+from polymodel.selfcheck import Scripted
 from polymodel.sim import H200, Hardware
+from polymodel.workloads import adversary
+from polymodel.workloads.exact import Reference, reference
+from polymodel.workloads.report import Report
+from polymodel.workloads.simulated import GB, KINDS
 
 PROMPTS = ROOT / "bench" / "prompts" / "speculation.json"
 COSTS = ROOT / "bench" / "results" / "cpu-epyc-avx2" / "costs.json"
@@ -76,18 +80,6 @@ Row = dict[str, Any]
 
 
 # ---- runs --------------------------------------------------------------------------------------------
-
-
-class Wrong:
-    """Drafts, at every position, a token that plain decoding is known not to choose."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.known: list[int] = []  # prompt and output of plain decoding
-
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        right = self.known[len(tokens) : len(tokens) + count]
-        return [(token + 1) % self.vocab_size for token in right]
 
 
 def new_engine(weights: Weights, costs: Mapping[str, CostTable] | None = None) -> Engine:
@@ -221,7 +213,7 @@ def show(title: str, rows: Sequence[Row], columns: Sequence[str]) -> None:
 def measure(engine: Engine, prompts: Prompts, tokens: int, repetitions: int) -> list[Row]:
     """Every prompt by every arm in turn, again and again; a row for each kind and arm, and for all kinds."""
     trials: list[tuple[str, str, Trial]] = []  # arm, kind
-    wrong = Wrong(engine[TARGET].config.vocab_size)
+    wrong = Scripted([], engine[TARGET].config.vocab_size, lambda at, i: True)
     for kind, some in prompts.items():
         for number, ids in enumerate(some):
             arms = ARMS if number else {**ARMS, "wrong": Draft(wrong, tokens=K)}
@@ -298,8 +290,8 @@ def replay(weights: Weights, kinds: Sequence[str], tokens: int) -> list[Row]:
         for kind, some in prompts.items():
             with new_engine(weights, costs) as engine:
                 auto = played(engine, kind, some, "auto", tokens)
-            for out, reference in zip(auto[0], plain[kind][0], strict=True):
-                checked("auto", out, reference)
+            for out, expected in zip(auto[0], plain[kind][0], strict=True):
+                checked("auto", out, expected)
             before, after = (simulated_seconds(events, costs) for _, events in (plain[kind], auto))
             row = {"plain s": before, "auto s": after, "x plain, by the table": before / after}
             rows.append({"what": kind, "costs": label, **row})
@@ -328,6 +320,26 @@ def test_arm(benchmark: Any, engine: Engine, arm: str) -> None:
     plain = generate(engine, ids, 32, None)
     out = benchmark.pedantic(lambda: generate(engine, ids, 32, ARMS[arm]), rounds=3, warmup_rounds=1)
     benchmark.extra_info |= summary("code editing", arm, [([checked(arm, out, plain).metrics], [plain.metrics])])
+
+
+@pytest.fixture(scope="module")
+def known(engine: Engine) -> Reference:
+    """A prompt and what plain decoding makes of it."""
+    ids = read_prompts(engine, ["code editing"])["code editing"][0]
+    return reference(engine, TARGET, ids, {"max_new_tokens": 24, "stop_at_eos": False}, "adversary")
+
+
+@pytest.mark.parametrize("adverse", list(adversary.adversaries((K,))), ids=str)
+def test_adversary(benchmark: Any, engine: Engine, known: Reference, adverse: adversary.Adversary) -> None:
+    """Checked: tokens, keys and values, and the forwards and accepted tokens of every round."""
+    report = Report("adversary", "measured", {})
+    adversary.compare(report, engine, TARGET, known, adverse, repetitions=1)
+    assert report.passed, str(report)
+    draft = adverse.draft(known, engine[TARGET].config.vocab_size)
+    options: dict[str, Any] = {"max_new_tokens": len(known.tokens), "stop_at_eos": False, "draft": draft}
+    benchmark.pedantic(lambda: engine.generate(TARGET, prompt_ids=known.prompt, **options), rounds=3, warmup_rounds=1)
+    counts = ("forwards", "plain_forwards", "drafted", "accepted", "rounds_rolled_back")
+    benchmark.extra_info |= {name: report.rows[0][name] for name in counts}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The command `polymodel`: pull, run, chat, ps, share, plan, demo, selfcheck."""
+"""The command `polymodel`: pull, ps, run, chat, share, plan, demo, selfcheck, bench."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from typer.core import TyperGroup
 
 import polymodel
-from polymodel.config import PoolPolicy
+from polymodel.config import PoolPolicy, Weights
 from polymodel.errors import DuplicateId, FetchFailed, InvalidRequest, PolymodelError, PromptTooLong
 from polymodel.ledger import format_bytes, parse_bytes
 
@@ -263,7 +263,7 @@ def selfcheck(
     model: Annotated[str | None, typer.Argument(help="Path or name; without it, a small random model.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the promises here: budget, one decode at a time, equal bits, sharing, lossless drafting, reloading."""
+    """Check the promises here: budgets, one decode at a time, equal bits, forgetting, sharing, lossless drafting."""
     from polymodel.selfcheck import selfcheck as run_checks
 
     checks = []
@@ -276,6 +276,56 @@ def selfcheck(
         _print_json({"passed": passed, "checks": [asdict(check) for check in checks]})
     if not passed:
         raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    model: Annotated[str | None, typer.Argument(help="Path or name; without it, a small random model.")] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(help="A name of --list, once a workload; all without it.")
+    ] = None,
+    size: Annotated[str, typer.Option(help="small or full.")] = "small",
+    weights: WeightsOption = "file",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "auto",
+    repetitions: Annotated[int, typer.Option(min=1, help="Of what is timed.")] = 3,
+    show_list: Annotated[bool, typer.Option("--list", help="Name the workloads and run none.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run workloads and say of each number what it must be; exit code 1 where one is not."""
+    from polymodel import workloads
+    from polymodel.checkpoint import resolve
+    from polymodel.workloads.report import Setting
+
+    if show_list:
+        return _print_list({one.name: one.about for one in workloads.WORKLOADS.values()}, as_json)
+    if size not in ("small", "full"):
+        raise InvalidRequest(f"--size {size!r}: expected small or full")
+    setting = Setting(
+        model=None if model is None else resolve(model),
+        size=cast(Literal["small", "full"], size),
+        weights=cast(Weights, weights),
+        device=device,
+        repetitions=repetitions,
+    )
+    reports = []
+    for report in workloads.run(workload or (), setting):
+        reports.append(report)
+        if not as_json:
+            typer.echo(f"{report}\n")
+    passed = all(report.passed for report in reports)
+    if as_json:
+        found = {"environment": workloads.environment(device), "model": model, "size": size, "weights": weights}
+        _print_json(found | {"passed": passed, "reports": [report.as_dict() for report in reports]})
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _print_list(about: Mapping[str, str], as_json: bool) -> None:
+    if as_json:
+        return _print_json(about)
+    width = max(map(len, about))
+    for name, line in about.items():
+        typer.echo(f"{name.ljust(width)}  {line}")
 
 
 def _bytes(option: str, text: str) -> int:

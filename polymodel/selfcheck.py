@@ -1,9 +1,9 @@
-"""Does this machine keep the promises? Small checks of budget, lane and bits on real forwards."""
+"""Does this machine keep the promises? Small checks of budgets, the lane and bits on real forwards."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from polymodel.errors import PolymodelError, TooLarge
 from polymodel.header import PARTS, source_name
 from polymodel.kv import PageList
 from polymodel.model import Panel, forward
+from polymodel.sim import plan
 from polymodel.tokenizer_spec import BYTE_OF
 
 NUM_TOKENS = 24  # new tokens a request
@@ -37,12 +38,29 @@ class Broken(Exception):
     """A promise that does not hold here."""
 
 
+class Scripted:
+    """A drafter that knows what plain decoding chooses, and proposes another token wherever it is told to.
+
+    is_wrong takes the token's place in the sequence and its place among those that are drafted together.
+    """
+
+    def __init__(self, known: Sequence[int], vocab_size: int, is_wrong: Callable[[int, int], bool]) -> None:
+        self.known = known  # prompt and output of plain decoding
+        self.vocab_size = vocab_size
+        self.is_wrong = is_wrong
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        start = len(tokens)
+        right = self.known[start : start + count]
+        return [(token + self.is_wrong(start + i, i)) % self.vocab_size for i, token in enumerate(right)]
+
+
 def selfcheck(source: str | None = None) -> Iterator[Check]:
     """One check after the other on a checkpoint, by path or name; on a small random model if none is given."""
     with _source(source) as path, Engine(budget="64GiB", config=EngineConfig(prefix_cache=False)) as engine:
         engine.add("one", path)
         engine.budget = engine["one"].nbytes
-        for check in (check_budget, check_lane, check_company, check_chunks, check_share, check_drafts, check_reload):
+        for check in CHECKS:
             yield _run(check, engine, path)
 
 
@@ -81,6 +99,46 @@ def check_budget(engine: Engine, path: Path) -> str:
             raise Broken("a model larger than the budget was not refused")
     _expect(before == (engine.budget, str(engine.table())), "the table changed by itself")
     return f"three equal models in {stored:,} bytes, as much as the budget was"
+
+
+def check_many(engine: Engine, path: Path) -> str:
+    """Ten small models under 55 % of their bytes: never over the budget, the pinned one stays, all answer."""
+    with TemporaryDirectory() as folder, Engine(budget="1GiB", config=EngineConfig(prefix_cache=False)) as many:
+        names = [f"m{i}" for i in range(10)]
+        for i, name in enumerate(names):
+            (Path(folder) / name).mkdir()
+            write_random_model(Path(folder) / name, seed=i, **_sizes_of(i))
+        sizes = {}
+        for name in names:
+            sizes[name] = many.add(name, Path(folder) / name, weights="f32").nbytes
+            many.remove(name)
+        many.budget = sum(sizes.values()) * 55 // 100
+        many.events.clear()
+        for name in names:
+            many.add(name, Path(folder) / name, weights="f32", pin=name == "m0")
+            _expect_within(many)
+        for name in names:
+            out = many.generate(name, PROMPTS[0], max_new_tokens=4, stop_at_eos=False, draft=None)
+            _expect(len(out.tokens) == 4, f"{name} gave {len(out.tokens)} tokens of 4")
+            _expect_within(many)
+        gone = sorted(event.model for event in many.events.of("evict"))
+        planned = plan(many.residency.plan_pieces(), [*names, *names], many.budget, pinned=("m0",))
+        expected = sorted(one.name for one in planned.models for _ in range(one.evictions))
+        _expect(gone == expected, f"{gone} made room, expected {expected}")
+        return f"{sum(sizes.values()):,} bytes of weights in {many.budget:,}, {len(gone)} evictions, as planned"
+
+
+def _sizes_of(number: int) -> dict[str, int]:
+    """Four sizes, over and over."""
+    hidden = 32 + 16 * (number % 4)
+    heads = {"num_attention_heads": hidden // 16, "num_key_value_heads": 1}
+    return {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2 + number % 4, **heads}
+
+
+def _expect_within(engine: Engine) -> None:
+    stored = engine.ledger.total("weights")
+    _expect(stored <= engine.budget, f"{stored:,} bytes of weights under a budget of {engine.budget:,}")
+    _expect("m0" in engine.ledger.of("weights"), "the pinned model left the device")
 
 
 def check_lane(engine: Engine, path: Path) -> str:
@@ -136,6 +194,29 @@ def check_chunks(engine: Engine, path: Path) -> str:
     return f"{len(ids)} tokens in chunks of {len(ids)}, 7 and 1"
 
 
+def check_quarantine(engine: Engine, path: Path) -> str:
+    """Quarantined before anything attended it: as if never seen; evicted later: not, until it is repaired."""
+    first, bad, rest = (engine["one"].tokenizer.encode(prompt) for prompt in PROMPTS)
+    with engine.session("one") as never, engine.session("one") as struck, engine.session("one") as late:
+        never.append(first)
+        expected = never.append(rest)
+        struck.append(first + bad)
+        struck.quarantine(slice(len(first), None))
+        _expect(torch.equal(struck.append(rest), expected), "the logits differ after a quarantine")
+        _expect(torch.equal(struck.pages.dump(), never.pages.dump()), "keys or values differ after a quarantine")
+        seen = late.append(first + bad + rest)
+        late.evict(slice(len(first), len(first) + len(bad)))
+        _expect(late.is_contaminated, "a late eviction left the session clean")
+        _expect(not torch.equal(seen, expected), "what was seen does not show in the logits")
+        token = int(expected.argmax())
+        after, unseen = late.append([token]), never.append([token])
+        _expect(not torch.equal(after, unseen), "a late eviction gave the logits of a session that never saw it")
+        late.repair()
+        _expect(late.logits is not None and torch.equal(late.logits, unseen), "the logits differ after a repair")
+        _expect(torch.equal(late.pages.dump(), never.pages.dump()), "keys or values differ after a repair")
+    return f"{len(bad)} of {len(first) + len(bad) + len(rest)} tokens struck"
+
+
 def check_share(engine: Engine, path: Path) -> str:
     """A sibling that goes on from a model's prefix, and one that computes it: the same keys, values and logits."""
     if not engine.config.multi_model:
@@ -173,6 +254,25 @@ def check_drafts(engine: Engine, path: Path) -> str:
     return f"{num_accepted} of {num_drafted} drafted tokens accepted"
 
 
+def check_adversary(engine: Engine, path: Path) -> str:
+    """Drafted by an adversary that is always wrong: the same tokens, no forward more, every draft rolled back."""
+    options: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "stop_at_eos": False}
+    num_drafted, distinct = 0, set[int]()
+    for prompt in PROMPTS[:2]:
+        plain = engine.generate("one", prompt, draft=None, **options)
+        wrong = Scripted(plain.prompt_ids + plain.tokens, engine["one"].config.vocab_size, lambda at, i: True)
+        drafted = engine.generate("one", prompt, draft=Draft(wrong), **options)
+        _expect(drafted.tokens == plain.tokens, "an adversary changed the tokens")
+        ours, theirs = drafted.metrics, plain.metrics
+        _expect(ours.num_accepted == 0 < ours.num_drafted, f"{ours.num_accepted} of {ours.num_drafted} were accepted")
+        forwards = ours.num_target_forwards, theirs.num_target_forwards
+        _expect(forwards[0] == forwards[1], f"{forwards[0]} target forwards, plain decoding made {forwards[1]}")
+        num_drafted += ours.num_drafted
+        distinct |= set(plain.tokens)
+    _expect(len(distinct) > 1, "all tokens are the same one, so that equal ones say nothing")
+    return f"{num_drafted} wrong tokens, none accepted, {len(distinct)} distinct tokens"
+
+
 def check_reload(engine: Engine, path: Path) -> str:
     """Given up and loaded again: the same logits, bit for bit."""
     prompts = [engine["one"].tokenizer.encode(PROMPTS[0])]
@@ -182,6 +282,12 @@ def check_reload(engine: Engine, path: Path) -> str:
     _expect("one" not in engine.ledger.of("weights"), "unloading left bytes in the ledger")
     _expect(torch.equal(before, _logits(engine, prompts)), "the logits changed")
     return f"{engine['one'].nbytes:,} bytes given back and loaded again"
+
+
+CHECKS = (
+    *(check_budget, check_many, check_lane, check_company, check_chunks, check_quarantine),
+    *(check_share, check_drafts, check_adversary, check_reload),
+)
 
 
 # ---- a model from nothing ----------------------------------------------------------------------------
@@ -197,12 +303,12 @@ def _source(source: str | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def write_random_model(folder: Path, seed: int = 0) -> None:
-    """A llama of two layers with random weights, whose tokens are bytes, as a safetensors folder."""
+def write_random_model(folder: Path, seed: int = 0, **sizes: int) -> None:
+    """A llama with random weights, whose tokens are bytes, as a safetensors folder; sizes are fields of its config."""
     from safetensors.torch import save_file
 
     vocab = {piece: i for i, piece in enumerate(BYTE_OF)} | {"<|end|>": 256}
-    fields = {
+    fields: dict[str, Any] = {
         "model_type": "llama",
         "vocab_size": len(vocab),
         "hidden_size": 64,
@@ -215,7 +321,7 @@ def write_random_model(folder: Path, seed: int = 0) -> None:
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
         "eos_token_id": 256,
-    }
+    } | sizes
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False, "trim_offsets": False}
     end = {"id": 256, "content": "<|end|>", "special": True, "normalized": False}
     end |= {"single_word": False, "lstrip": False, "rstrip": False}

@@ -13,7 +13,7 @@ from tiny import write_tiny, write_tokenizer
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 import bench_speculation as bench
-from bench_speculation import ALL, COPYING, TARGET, TWIN, Wrong
+from bench_speculation import ALL, COPYING, TARGET, TWIN
 
 from polymodel import Engine
 from polymodel.checkpoint import open_checkpoint
@@ -125,12 +125,6 @@ def test_another_stream_or_a_forward_more_voids_the_numbers() -> None:
         bench.checked("twin", out([5, 6], 1), plain)
     with pytest.raises(SystemExit, match="VOID: wrong made 3 target forwards, plain decoding 2"):
         bench.checked("wrong", out([5, 6, 7], 3), plain)
-
-
-def test_the_wrong_drafter_is_wrong_everywhere() -> None:
-    wrong = Wrong(10)
-    wrong.known = known = [3, 9, 4, 0]
-    assert [wrong.propose(known[:n], 3) for n in (1, 2, 4)] == [[0, 5, 1], [5, 1], []]
 
 
 # ---- the clock ---------------------------------------------------------------------------------------

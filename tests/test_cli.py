@@ -25,7 +25,7 @@ from polymodel.checkpoint import PULLABLE
 from polymodel.cli import app
 from polymodel.console import printable
 from polymodel.errors import FetchFailed
-from polymodel.selfcheck import write_random_model
+from polymodel.selfcheck import check_budget, check_lane, write_random_model
 
 # forwards of a model this small only wait for a second thread
 pytestmark = pytest.mark.parametrize("threads", [1], indirect=True)
@@ -68,7 +68,8 @@ def refused(*arguments: str) -> str:
 def test_help_lists_the_commands_that_are_there() -> None:
     shown = invoke("--help").stdout
     assert all(
-        re.search(rf"[│ ] {name}  ", shown) for name in ("pull", "ps", "run", "chat", "plan", "demo", "selfcheck")
+        re.search(rf"[│ ] {name}  ", shown)
+        for name in ("pull", "ps", "run", "chat", "plan", "demo", "selfcheck", "bench")
     )
     assert invoke("--version").stdout == f"polymodel {polymodel.__version__}\n"
 
@@ -112,7 +113,7 @@ def test_errors_are_one_line_and_exit_code_1(model: str) -> None:
 
 def test_wrong_usage_is_exit_code_2() -> None:
     assert "Missing argument" in invoke("run", code=2).stderr
-    assert "No such command" in invoke("bench", code=2).stderr
+    assert "No such command" in invoke("nosuch", code=2).stderr
 
 
 def test_an_interrupt_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,11 +228,52 @@ def test_plan_says_what_is_wrong_with_a_trace(tmp_path: Path) -> None:
 
 def test_selfcheck_prints_a_line_a_check_and_fails_with_one(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = invoke("selfcheck", model).stdout.splitlines()
-    assert len(lines) == 7 and all(line.startswith("ok ") for line in lines)
+    assert len(lines) == 10 and all(line.startswith("ok ") for line in lines)
     monkeypatch.setattr(Engine, "max_concurrent_decode", lambda self: 2)
+    monkeypatch.setattr("polymodel.selfcheck.CHECKS", (check_budget, check_lane))
     report = parsed("selfcheck", code=1)
     assert not report["passed"] and [check["passed"] for check in report["checks"]].count(False) == 1
     assert all(set(check) == {"name", "passed", "detail"} for check in report["checks"])
+
+
+def test_bench_lists_its_workloads() -> None:
+    about = parsed("bench", "--list")
+    assert {"session", "radix", "batch", "switch", "exact", "adversary", "swap-queue", "mixed-lane"} < set(about)
+    shown = invoke("bench", "--list").stdout.splitlines()
+    assert [line.split()[0] for line in shown] == list(about)
+
+
+def test_bench_prints_each_report_with_its_gates() -> None:
+    result = invoke("bench", "--workload", "residency", "--workload", "swap-queue")
+    assert re.search(r"lru +29 +21 +24\n", result.stdout) and "swap-queue (simulated" in result.stdout
+    assert "holds  lru+backout: hits, evictions: 30, 20" in result.stdout and "FAILS" not in result.stdout
+    assert "swap-queue: 7.0 s, fcfs" in result.stderr
+
+
+def test_bench_json_says_what_ran_and_where(model: str) -> None:
+    report = parsed("bench", model, "--workload", "adversary", "--repetitions", "1", "--weights", "q8")
+    environment = report["environment"]
+    assert environment["command"].startswith("polymodel ") and environment["threads"] == 1
+    assert {"date", "machine", "device", "torch", "polymodel", "python"} < set(environment)
+    assert (report["model"], report["size"], report["weights"], report["passed"]) == (model, "small", "q8", True)
+    (only,) = report["reports"]
+    assert only["workload"] == "adversary" and only["rows"] and all(gate["holds"] for gate in only["gates"])
+
+
+def test_bench_fails_with_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polymodel.workloads.simulated.KNOWN_STREAM", {"lru": (29, 25)})
+    report = parsed("bench", "--workload", "residency", code=1)
+    assert not report["passed"] and not report["reports"][0]["passed"]
+    assert (
+        "FAILS  lru: hits, evictions: 29, 24, expected 29, 25"
+        in invoke("bench", "--workload", "residency", code=1).stdout
+    )
+
+
+def test_bench_says_what_it_takes(model: str) -> None:
+    assert "no workload is named 'nosuch'; there are session, " in refused("bench", model, "--workload", "nosuch")
+    assert "--size 'big': expected small or full" in refused("bench", "--size", "big")
+    assert "'nosuch' is no file" in refused("bench", "nosuch", "--workload", "exact")
 
 
 @pytest.fixture

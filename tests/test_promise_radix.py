@@ -17,6 +17,7 @@ from polymodel.checkpoint import open_checkpoint, perturbed
 from polymodel.engine import Output
 from polymodel.errors import Forgotten
 from polymodel.prefix import PrefixStats
+from polymodel.workloads.radix import few_shot, tree_of_thought
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def assert_computed(engine: Engine, uncached: Engine, prompts: list[list[int]], 
 
 def test_few_shot(engine: Engine, uncached: Engine) -> None:
     """Five questions after the same 64 tokens of examples: the examples are computed once, and one edge is cut."""
-    prompts = [text(0, 64) + text(1 + i, 8) for i in range(5)]
+    prompts = few_shot(300, examples=64, question=8, count=5)
     assert_computed(engine, uncached, prompts, 64 + 5 * 8)
     assert (engine.prefixes.stats.tokens_matched, engine.prefixes.stats.splits) == (4 * 64, 1)
 
@@ -92,7 +93,7 @@ def test_multi_turn(engine: Engine, uncached: Engine) -> None:
 
 def test_tree_of_thought(engine: Engine, uncached: Engine) -> None:
     """Three thoughts with three continuations each compute every edge of the tree once."""
-    prompts = [text(0, 96) + text(1 + thought, 24) + text(4 + step, 16) for thought in range(3) for step in range(3)]
+    prompts = tree_of_thought(300, root=96, steps=(24, 16))
     assert_computed(engine, uncached, prompts, 96 + 3 * 24 + 9 * 16)
 
 

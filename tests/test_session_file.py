@@ -275,7 +275,8 @@ HUGE = 1 << 60
         ),
         headed(
             {
-                "__metadata__": dict.fromkeys(sorted(FIELDS), str(HUGE)) | {"format": "polymodel session", "version": "1"},
+                "__metadata__": dict.fromkeys(sorted(FIELDS), str(HUGE))
+                | {"format": "polymodel session", "version": "1"},
                 "data": {"dtype": "U8", "shape": [HUGE, 0, 4], "data_offsets": [0, 0]},
                 "tokens": {"dtype": "I32", "shape": [HUGE], "data_offsets": [0, 4]},
             },

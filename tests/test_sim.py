@@ -21,11 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import write_tiny
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
-
-import workloads
-from workloads import ALPHAS, CODE, CONVERSATION, KNOWN_MISSES, KNOWN_WAITS, Traffic
-
 from polymodel.checkpoint import Checkpoint, open_checkpoint, perturbed
 from polymodel.config import LANE_POLICIES, POOL_POLICIES, LanePolicy, PoolPolicy
 from polymodel.errors import InvalidRequest, PinnedNoRoom, PolymodelError, TooLarge, UnknownModel
@@ -35,7 +30,6 @@ from polymodel.ledger import Ledger
 from polymodel.residency import Residency
 from polymodel.sim import H200, Arrival, Hardware, Result, Simulated, Tiers, plan, read_trace, run
 
-SLOW_SEEDS = [3, pytest.param(20, marks=pytest.mark.slow)]
 # bytes, operations and seconds that are easy to add up by hand
 PLAIN = Hardware("plain", 100.0, 1.0, 2.0, 1.0, host_bandwidth=10.0, disk_bandwidth=5.0, step_overhead=0.5)
 
@@ -445,94 +439,3 @@ def test_every_request_is_served_whole_and_every_byte_is_counted(
     assert tokens == sum(arrival.prompt_tokens for arrival in requests)
     assert result.loaded_bytes == sum(event.num_bytes for event in moved if event.kind == "page_in")
     assert [a.stop <= b.start for a, b in itertools.pairwise(moved)].count(False) == 0
-
-
-# ---- workloads ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("alpha", [pytest.param(a, marks=[pytest.mark.slow] * (a != 0.9)) for a in ALPHAS])
-def test_misses_of_24_models_under_zipf_are_within_a_point_of_what_is_known(alpha: float) -> None:
-    def rate(policy: PoolPolicy, bursts: bool = False) -> tuple[float, float]:
-        plans = workloads.popularity_plans(policy, alpha, 6000, 3, bursts)
-        assert all(found.requests == 6000 for found in plans)
-        return sum(100 * p.miss_rate for p in plans) / 3, sum(p.optimal_misses for p in plans) / 180
-
-    (lru, gdsf, farthest), in_bursts = KNOWN_MISSES[alpha]
-    assert rate("lru") == pytest.approx((lru, farthest), abs=0.1)
-    assert rate("gdsf")[0] == pytest.approx(gdsf, abs=0.1)
-    assert rate("lru", bursts=True)[0] == pytest.approx(in_bursts, abs=0.1)
-
-
-def test_hot_and_cold_models_as_known() -> None:
-    sizes, names = workloads.stream()
-    half = sum(sizes.values()) // 2
-    found = {p: plan(sizes, names, half, policy=p, pinned=["m0"], warm=list(sizes)) for p in POOL_POLICIES}
-    lru, backout = found["lru"], found["lru+backout"]
-    assert (lru.requests, lru.hits, lru.misses, lru.evictions, len(lru.resident)) == (50, 29, 21, 24, 2)
-    assert (backout.hits, backout.evictions) == (30, 20)
-    assert all("m0" in one.resident for one in found.values())
-
-
-@pytest.mark.parametrize("seeds", SLOW_SEEDS)
-def test_a_swap_queue_batched_by_model_waits_a_fiftieth_of_fifo(seeds: int) -> None:
-    queues = [
-        [workloads.swap_queue(policy, 7.0, 0.3, 2000, seed) for seed in range(seeds)]
-        for policy in ("fcfs", "batch-by-model")
-    ]
-    assert all(len(result.served) == 2000 for results in queues for result in results)
-    first, by_model = ([result.mean("latency") for result in results] for results in queues)
-    assert (round(first[0], 1), round(by_model[0], 1)) == KNOWN_WAITS[7.0]
-    assert sum(by_model) / seeds <= 15.5 and sum(first) >= 50 * sum(by_model)
-    assert queues[0][0].swaps / 2000 == pytest.approx(0.67, abs=0.01)
-    assert queues[1][0].swaps / 2000 == pytest.approx(0.35, abs=0.01)
-
-
-@pytest.mark.parametrize("traffic", [CODE, CONVERSATION])
-def test_lengths_have_the_means_and_medians_of_the_traces(traffic: Traffic) -> None:
-    requests = workloads.arrivals(traffic, ("a", "b"), 20_000, seed=0)
-    for lengths, (mean, median) in (
-        ([one.prompt_tokens for one in requests], traffic.prompt),
-        ([one.output_tokens for one in requests], traffic.output),
-    ):
-        assert np.mean(lengths) == pytest.approx(mean, rel=0.03) and np.median(lengths) == pytest.approx(
-            median, rel=0.03
-        )
-    assert sum(one.model == "a" for one in requests) / 20_000 == pytest.approx(2 / 3, abs=0.01)
-
-
-def test_gaps_have_the_mean_and_the_spread_of_the_traces() -> None:
-    for traffic, slower in ((CONVERSATION, 1.0), (replace(CODE, gap_cv=3.0), 2.0)):
-        requests = workloads.arrivals(traffic, ("a",), 20_000, seed=1, slower=slower)
-        gaps = np.diff([one.seconds for one in requests])
-        assert gaps.mean() == pytest.approx(slower * traffic.gap_mean, rel=0.05)
-        assert gaps.std() / gaps.mean() == pytest.approx(traffic.gap_cv, rel=0.05)
-    assert requests == workloads.arrivals(traffic, ("a",), 20_000, seed=1, slower=slower)
-
-
-def test_bytes_follow_the_weights_beside_a_flood_of_prompts() -> None:
-    flooded = workloads.mixed_lane("byte-drr")
-    assert workloads.share_error(flooded) <= 0.05 and flooded.swaps == 0
-    assert workloads.share_error(workloads.mixed_lane("round-robin")) > 0.5
-    assert flooded.of("chat").percentile("longest_gap", 100) < 0.5  # a turn of each of the others, a chunk of 512 in it
-
-
-@pytest.mark.slow
-def test_a_flood_costs_a_chat_little_more_than_its_share() -> None:
-    alone, flooded = (workloads.mixed_lane("byte-drr", flooded).of("chat") for flooded in (False, True))
-    assert flooded.percentile("tpot", 99) < 1.25 * alone.percentile("tpot", 99)
-
-
-def test_the_lane_that_stays_with_a_model_swaps_least() -> None:
-    requests = workloads.arrivals(CONVERSATION, ("8B-0", "4B-0"), 300, seed=0)
-    swaps = {
-        policy: run(requests, workloads.FLEET, budget=20 * workloads.GB, lane_policy=policy, max_wait=inf).swaps
-        for policy in ("fcfs", "batch-by-model", "byte-drr")
-    }
-    assert swaps["batch-by-model"] < swaps["fcfs"] / 2
-
-
-@pytest.mark.parametrize("num_requests", [300, pytest.param(2000, marks=pytest.mark.slow)])
-def test_a_lane_that_falls_behind_does_not_spend_its_time_on_paging(num_requests: int) -> None:
-    requests = workloads.arrivals(CODE, workloads.TRACED, num_requests, seed=0)
-    result = workloads.traced_lane(requests, "byte-drr")
-    assert len(result.served) == num_requests and result.swaps < num_requests / 10

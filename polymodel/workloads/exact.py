@@ -1,0 +1,396 @@
+"""Do bits depend on company? Every way to prefill, to leave memory and to decode, against one plain sequence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polymodel.batch import Batch
+from polymodel.config import Draft, LowBit
+from polymodel.engine import Engine
+from polymodel.selfcheck import Scripted
+from polymodel.session import Session
+from polymodel.workloads.report import Report, Setting, Workload
+
+MODEL = "model"
+LENGTHS = (3, 24, 50, 64, 66)  # tokens of the prompts: within a page, up to its end, over it
+NEW_TOKENS = 20
+MIN_TOKENS = 100_000  # of the full matrix
+MIN_DISTINCT = 16  # tokens that the references have among them, or equality would say little
+TEMPERATURES = (0.0, 1.0)
+CHUNKS = (1, 7, 64, None)  # prompt tokens in a forward; None: all of them
+# miss: the request prefills its own prompt; else it goes on from a session's pages, after what is named
+PREFIXES = ("miss", "hit", "clone", "rollback", "evict and repair", "page out", "swap")
+CHAINS = tuple(f"chain {k}" for k in range(1, 17))
+OTHERS = ("tree", "twin chain", "twin tree")
+FULL: dict[str, Sequence[Any]] = {
+    "decode": ("plain", *CHAINS, *OTHERS),
+    "rows": (1, 2, 3, 8, 17, 33, 64),
+    "prefix": PREFIXES,
+    "chunk": CHUNKS,
+    "temperature": TEMPERATURES,
+}
+SMALL = FULL | {"decode": ("plain", "chain 1", "chain 5", "chain 16", *OTHERS), "rows": (1, 2, 5)}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    decode: str  # "plain", "chain K", "tree", "twin chain" or "twin tree"
+    rows: int  # requests that decode together
+    prefix: str
+    chunk: int | None
+    temperature: float
+
+
+def covering(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Few choices of a value for each axis, in which every two values of two axes meet at least once."""
+    ends = [(axis, value) for axis, values in axes.items() for value in values]
+    pairs = [frozenset(pair) for pair in combinations(ends, 2) if pair[0][0] != pair[1][0]]
+    missing, turn = set(pairs), 0
+    for pair in pairs:
+        if pair not in missing:
+            continue
+        chosen: dict[str, Any] = dict(pair)
+        for axis in axes:
+            if axis not in chosen:
+                met = [sum(frozenset({(axis, x), end}) in missing for end in chosen.items()) for x in axes[axis]]
+                best = [x for x, count in zip(axes[axis], met, strict=True) if count == max(met)]
+                chosen[axis] = best[turn % len(best)]  # among equals each in its turn
+        missing -= {frozenset(both) for both in combinations(chosen.items(), 2)}
+        turn += 1
+        yield {axis: chosen[axis] for axis in axes}
+
+
+def cases(size: str) -> list[Case]:
+    """small: every two values of two axes meet, and once 64 rows; full: that, and a seeded sample of the product."""
+    if size == "small":
+        return [*(Case(**choice) for choice in covering(SMALL)), Case("chain 3", 64, "hit", 7, 1.0)]
+    found = [Case(**choice) for choice in covering(FULL)]
+    random = Random(0)
+    while sum(case.rows for case in found) * NEW_TOKENS < MIN_TOKENS:
+        found.append(Case(**{axis: random.choice(values) for axis, values in FULL.items()}))
+    return found
+
+
+def differing(ours: Tensor, theirs: Tensor) -> int:
+    """Bytes that differ; the signs of zeros and NaNs count."""
+    ours, theirs = (x.contiguous().view(torch.uint8) for x in (ours, theirs))
+    return int((ours != theirs).sum()) if ours.shape == theirs.shape else max(ours.numel(), theirs.numel())
+
+
+# ---- what is expected --------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Reference:
+    """One request, plainly and alone; its keys and values from prefills in a single forward."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: list[Tensor]  # that chose each token
+    prompt_kv: Tensor
+    kv: Tensor  # of all tokens but the last
+
+    @property
+    def known(self) -> list[int]:
+        return self.prompt + self.tokens
+
+
+def reference(engine: Engine, model: str, prompt: list[int], options: Mapping[str, Any], domain: str) -> Reference:
+    """By requests and sessions that take nothing over from each other."""
+    logits: list[Tensor] = []
+
+    def keep(_: Sequence[int], row: Tensor) -> Tensor:
+        logits.append(row.clone())
+        return row
+
+    out = engine.generate(
+        model, prompt_ids=prompt, draft=None, domain=f"{domain} tokens", logits_processor=keep, **options
+    )
+    kv = []
+    for part, ids in (("prompt", prompt), ("all", prompt + out.tokens[:-1])):
+        with engine.session(model, domain=f"{domain} {part}") as session:
+            session.append(ids)
+            kv.append(session.pages.dump())
+    for part in ("tokens", "prompt", "all"):
+        engine.drop_domain(f"{domain} {part}")
+    return Reference(prompt, out.tokens, logits, *kv)
+
+
+# ---- what is compared --------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of some cases: what was compared, and what of it differed from the reference."""
+
+    cases: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    cached: int = 0  # prompt tokens that requests took over
+    most_rows: int = 0  # of one forward
+    logits_bytes: int = 0
+    kv_bytes: int = 0
+    tokens_differing: int = 0
+    logits_bytes_differing: int = 0
+    kv_bytes_differing: int = 0
+
+    def add_logits(self, ours: Tensor, theirs: Tensor) -> None:
+        self.logits_bytes += theirs.nbytes
+        self.logits_bytes_differing += differing(ours, theirs)
+
+    def add_kv(self, ours: Tensor, theirs: Tensor) -> None:
+        self.kv_bytes += theirs.nbytes
+        self.kv_bytes_differing += differing(ours, theirs)
+
+
+@dataclass(slots=True)
+class Matrix:
+    """Runs cases on an engine that hosts the model and its twin."""
+
+    engine: Engine
+    references: dict[float, list[Reference]] = field(default_factory=dict)  # by temperature
+    tallies: dict[str, Tally] = field(default_factory=dict)  # by how it was decoded
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        vocab_size = self.engine[MODEL].config.vocab_size
+        random = Random(1)
+        prompts = [[random.randrange(vocab_size) for _ in range(length)] for length in LENGTHS]
+        for temperature in TEMPERATURES:
+            self.references[temperature] = [
+                reference(self.engine, MODEL, ids, _options(temperature, i), f"reference {temperature} {i}")
+                for i, ids in enumerate(prompts)
+            ]
+
+    def run(self, case: Case) -> None:
+        """Sessions prefill in chunks; requests that go on from them, or begin anew, decode together."""
+        self.number += 1
+        tally = self.tallies.setdefault(case.decode, Tally())
+        tally.cases += 1
+        chosen = [(self.number + row) % len(LENGTHS) for row in range(case.rows)]
+        wanted = [self.references[case.temperature][i] for i in chosen]
+        domains = [f"case {self.number} row {row}" for row in range(case.rows)]  # each computes its own
+        self.sessions(case, tally, wanted, domains)
+        if case.prefix == "miss":
+            for domain in domains:
+                self.engine.drop_domain(domain)
+        self.requests(case, tally, wanted, chosen, domains)
+        for domain in domains:
+            self.engine.drop_domain(domain)
+
+    def sessions(self, case: Case, tally: Tally, wanted: Sequence[Reference], domains: Sequence[str]) -> None:
+        """Prompts in chunks, with what the case names halfway, and two steps; the cache then has the prompts."""
+        junk = [one.prompt[4::-1] for one in wanted]
+        halves = [(one.prompt[: len(one.prompt) // 2], one.prompt[len(one.prompt) // 2 :]) for one in wanted]
+        with ExitStack() as stack:
+            rows = [stack.enter_context(self.engine.session(MODEL, domain=domain)) for domain in domains]
+            feed(rows, [half for half, _ in halves], case.chunk)
+            match case.prefix:
+                case "clone":
+                    clones = [stack.enter_context(row.clone()) for row in rows]
+                    feed(rows, junk, case.chunk)  # so that the clones' last pages are written beside them
+                    rows = clones
+                case "rollback":
+                    feed(rows, junk, case.chunk)
+                    for row, ids in zip(rows, junk, strict=True):
+                        row.rollback(len(ids))
+                case "evict and repair":
+                    feed(rows, junk, case.chunk)
+                case "page out":
+                    self.engine.unload(MODEL)
+                case "swap":
+                    for row in rows:
+                        row.swap_out()
+                    for row in reversed(rows):
+                        row.swap_in()
+            feed(rows, [half for _, half in halves], case.chunk)
+            if case.prefix == "evict and repair":
+                for row, (half, _), ids in zip(rows, halves, junk, strict=True):
+                    row.evict(slice(len(half), len(half) + len(ids)))
+                    row.repair()
+            for row, one in zip(rows, wanted, strict=True):
+                assert row.logits is not None
+                tally.add_logits(row.logits, one.logits[0])
+                tally.add_kv(row.pages.dump(), one.prompt_kv)
+            batch = Batch(rows)
+            for step in range(2):
+                logits = batch.step([one.tokens[step] for one in wanted])
+                for ours, one in zip(logits, wanted, strict=True):
+                    tally.add_logits(ours, one.logits[step + 1])
+            for row in rows:
+                row.rollback(2)
+
+    def requests(
+        self, case: Case, tally: Tally, wanted: Sequence[Reference], seeds: Sequence[int], domains: Sequence[str]
+    ) -> None:
+        engine = self.engine
+        vocab_size = engine[MODEL].config.vocab_size
+        engine.events.clear()
+        with engine.lane.exclusive():  # so that they begin together
+            requests = [
+                engine.submit(
+                    MODEL,
+                    prompt_ids=one.prompt,
+                    draft=drafter(case.decode, one.known, vocab_size),
+                    domain=domain,
+                    logits_processor=Comparing(one, tally),
+                    **_options(case.temperature, seed),
+                )
+                for one, seed, domain in zip(wanted, seeds, domains, strict=True)
+            ]
+        for request, one, domain in zip(requests, wanted, domains, strict=True):
+            engine.wait(request)
+            out = engine.output(request)
+            pairs = zip(out.tokens, one.tokens, strict=True)
+            tally.tokens += len(one.tokens)
+            tally.tokens_differing += sum(ours != theirs for ours, theirs in pairs)
+            tally.drafted += out.metrics.num_drafted
+            tally.accepted += out.metrics.num_accepted
+            tally.cached += out.metrics.num_cached_tokens
+            with engine.session(MODEL, domain=domain) as session:  # what the request left in the cache
+                session.append(one.known[:-1])
+                tally.add_kv(session.pages.dump(), one.kv)
+        widths = [event.sequences for event in engine.events.of("decode", "verify")]
+        tally.most_rows = max([tally.most_rows, *widths])
+
+
+@dataclass(slots=True)
+class Comparing:
+    """A logits_processor that compares and changes nothing."""
+
+    reference: Reference
+    tally: Tally
+
+    def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
+        self.tally.add_logits(logits, self.reference.logits[len(tokens) - len(self.reference.prompt)])
+        return logits
+
+
+def feed(rows: Sequence[Session], prompts: Sequence[Sequence[int]], chunk: int | None) -> None:
+    """Append the prompts, all rows together, so many tokens of each in a forward."""
+    size = chunk or max(map(len, prompts))
+    for start in range(0, max(map(len, prompts)), size):
+        parts = {row: ids[start : start + size] for row, ids in zip(rows, prompts, strict=True) if len(ids) > start}
+        Batch(list(parts)).prefill_each(list(parts.values()))
+
+
+def _options(temperature: float, seed: int) -> dict[str, Any]:
+    return {
+        "max_new_tokens": NEW_TOKENS,
+        "stop_at_eos": False,
+        "temperature": temperature,
+        "top_p": 0.95 if temperature else 1.0,
+        "seed": seed,
+    }
+
+
+# ---- drafters ----------------------------------------------------------------------------------------
+
+
+class Forked(Scripted):
+    """Proposes a wrong token beside each of its own, as a tree."""
+
+    def propose(self, tokens: Sequence[int], count: int) -> Any:
+        ids = super().propose(tokens, count)
+        nodes = [node for token in ids for node in ((token + 1) % self.vocab_size, token)]
+        return nodes, [-1 if i < 2 else (i - i % 2) - 1 for i in range(len(nodes))]
+
+
+def drafter(decode: str, known: Sequence[int], vocab_size: int) -> Draft | None:
+    """Right about what is known, but for every fifth token; or the twin."""
+    name, _, count = decode.partition(" ")
+    if name == "plain":
+        return None
+    if name == "twin":
+        return Draft("twin", tokens=4, width=3 if count == "tree" else 1)
+    kind = Forked if name == "tree" else Scripted
+    return Draft(kind(known, vocab_size, lambda at, _: at % 5 == 4), tokens=int(count) if count else 4)
+
+
+# ---- the report --------------------------------------------------------------------------------------
+
+
+def hosting(setting: Setting, stack: ExitStack) -> Engine:
+    """An engine with the model and its low-bit twin."""
+    source = stack.enter_context(setting.source())
+    engine = stack.enter_context(Engine(setting.device, budget="64GiB", kv_budget="1GiB"))
+    twin: LowBit = "q8" if setting.weights == "q4" else "q4"
+    engine.add(MODEL, source, weights=setting.weights, twin=twin)
+    return engine
+
+
+def run(setting: Setting, chosen: Iterable[Case] | None = None) -> Report:
+    """The matrix, and that its comparisons would notice a difference."""
+    todo = cases(setting.size) if chosen is None else list(chosen)
+    with ExitStack() as stack:
+        matrix = Matrix(hosting(setting, stack))
+        for number, case in enumerate(todo):
+            if number % 10 == 0:
+                setting.progress(f"exact: case {number + 1} of {len(todo)}")
+            matrix.run(case)
+        shape = {"cases": len(todo), "prompts": LENGTHS, "new_tokens": NEW_TOKENS, "weights": setting.weights}
+        report = Report("exact", "counted", shape)
+        report.rows = [{"decode": decode, **asdict(tally)} for decode, tally in matrix.tallies.items()]
+        _add_gates(report, matrix, todo)
+        _add_controls(report, matrix)
+    return report
+
+
+def _add_gates(report: Report, matrix: Matrix, todo: Sequence[Case]) -> None:
+    tallies = matrix.tallies.values()
+
+    def total(name: str) -> int:
+        return sum(getattr(tally, name) for tally in tallies)
+
+    for what in ("tokens", "logits_bytes", "kv_bytes"):
+        compared = f"{what.replace('_', ' ')} that differ, of {total(what):,}"
+        report.equal(compared, total(f"{what}_differing"), 0)
+    distinct = len({token for some in matrix.references.values() for one in some for token in one.tokens})
+    report.that("distinct tokens", distinct, f"at least {MIN_DISTINCT}", distinct >= MIN_DISTINCT)
+    report.equal("tokens compared", total("tokens"), sum(case.rows for case in todo) * NEW_TOKENS)
+    report.equal("rows of the widest decode step", max(t.most_rows for t in tallies), max(case.rows for case in todo))
+    if any(case.prefix != "miss" for case in todo):
+        report.that("prompt tokens taken over", total("cached"), "some", total("cached") > 0)
+    if any(case.decode != "plain" for case in todo):
+        drafted, accepted = total("drafted"), total("accepted")
+        report.that("drafted tokens accepted", accepted, f"some of {drafted:,}, not all", 0 < accepted < drafted)
+
+
+def _add_controls(report: Report, matrix: Matrix) -> None:
+    """What is not equal must be seen to differ."""
+    engine, one = matrix.engine, matrix.references[0.0][2]
+    half = len(one.prompt) // 2
+    with engine.session(MODEL, domain="control") as session:
+        session.append([*one.prompt[:half], *one.prompt[5::-1], *one.prompt[half:]])
+        session.evict(slice(half, half + 6))
+        late = differing(session.append(one.tokens[:1]), one.logits[1])
+        report.that("control: logits bytes that differ after a late eviction", late, "some", late > 0)
+    engine.drop_domain("control")
+    with engine.session(MODEL, domain="control") as session:
+        session.append(one.prompt)
+        layout = session.pages.layout
+        value = layout.view(engine.arena.bytes, 0)[session.pages.pages[0], 1, 0, 0, :1]
+        with engine.lane.exclusive():
+            value.neg_()  # one bit
+        report.equal(
+            "control: bytes that differ where one bit of a value was flipped",
+            differing(session.pages.dump(), one.prompt_kv),
+            1,
+        )
+        flipped = differing(session.append(one.tokens[:1]), one.logits[1])
+        report.that("control: logits bytes that differ after it", flipped, "some", flipped > 0)
+    engine.drop_domain("control")
+
+
+WORKLOADS = (
+    Workload("exact", "bits of tokens, logits, keys and values in any company, beside one request alone", run),
+)
