@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tools"))
 
 import numpy as np
 import pytest
@@ -483,11 +483,16 @@ def _found(name: str) -> bool:
     return True
 
 
-PEERS: Mapping[str, Peer] = {"torch": _sdpa, "flex": _flex, "vLLM": _vllm}
+PEERS: Mapping[str, Peer] = {"torch": _sdpa, "vLLM": _vllm, "flex": _flex}  # flex compiles longest
+
+
+# peer -> package, at the version that it was written against; the others are torch's own
+PACKAGES: Mapping[str, tuple[str, str]] = {"vLLM": ("vllm", "0.11.0")}
 
 
 def importable(peer: str) -> bool:
-    return peer != "vLLM" or installed("vllm") is not None
+    package, _ = PACKAGES.get(peer, ("torch", ""))
+    return installed(package) is not None
 
 
 def absent() -> list[str]:
@@ -503,9 +508,11 @@ def measured_row(made: Sequences, times: dict[str, float], rates: Rates) -> dict
     return figures(made.case, us, times, rates)
 
 
-def peer_columns(case: Case, layers: int, failed: dict[str, str]) -> dict[str, float]:
+def peer_columns(
+    case: Case, layers: int, failed: dict[str, str], peers: Sequence[str] = tuple(PEERS)
+) -> dict[str, float]:
     found = {}
-    for name in (name for name in case.peers if importable(name)):
+    for name in (name for name in peers if name in case.peers and importable(name)):
         try:
             found[f"{name} us"] = graph_us(PEERS[name](case, layers))
         except Exception as error:  # a peer's failure is a result
@@ -535,28 +542,62 @@ def measure(
     peers: bool = True,
     progress: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Everything that fits before the deadline of time.monotonic(); progress sees each step."""
+    """Everything that fits before the deadline of time.monotonic(): ours and torch's, other peers, then the tax.
+
+    progress sees each step. A case whose check fails has no numbers; it is named in "void".
+    """
     rates = Rates.measured()
     result: dict[str, Any] = {"copy GB/s": rates.copy_gbs, "cuBLAS TFLOP/s": rates.tflops, "rows": [], "tax": []}
-    result |= {"peers failed": {}, "peers absent": absent(), "complete": False}
+    result |= {"void": {}, "peers failed": {}, "peers absent": absent(), "complete": False}
     times: dict[str, float] = {}
+    made: dict[str, tuple[dict[str, Any], int]] = {}  # rows that hold, and the layers of each
+
+    def is_over() -> bool:
+        return time.monotonic() > deadline
+
+    def of_peers(case: Case, names: Sequence[str]) -> None:
+        row, layers = made[case.name]
+        row |= peer_columns(case, layers, result["peers failed"], names)
+        progress(result)
+
+    @contextmanager
+    def voided(name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            torch.cuda.synchronize()  # raises too where nothing more can be measured
+            result["void"][name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            progress(result)
+
     for case in cases:
-        if time.monotonic() > deadline:
+        if is_over():
             return result
-        made = Sequences(case, "cuda")
-        result["rows"].append(row := measured_row(made, times, rates))
-        progress(result)
-        if case.tax and time.monotonic() < deadline:
-            result["tax"].append(tax_row(made, row["us"]))
-        layers = made.layers
-        del made
+        with voided(case.name):
+            of = Sequences(case, "cuda")
+            row = measured_row(of, times, rates)
+            result["rows"].append(row)
+            made[case.name] = row, of.layers
+            progress(result)
+        of = None
         torch.cuda.empty_cache()
-        if peers and time.monotonic() < deadline:
-            row |= peer_columns(case, layers, result["peers failed"])
+        if peers and case.name in made and not is_over():
+            of_peers(case, ("torch",))
+    if len(cases) == len(CASES) and not is_over():
+        with voided("pages that move"):
+            result["rows"] += [move_row(name, graph_us(calls), rates) for name, calls in moves().items()]
+            progress(result)
+    for name in [name for name in PEERS if name != "torch"] if peers else ():
+        for case in (case for case in cases if case.name in made and name in case.peers):
+            if is_over():
+                return result
+            of_peers(case, (name,))
+    for case in (case for case in cases if case.name in made and case.tax):
+        if is_over():
+            return result
+        of = Sequences(case, "cuda")
+        result["tax"].append(tax_row(of, of.time()))
         progress(result)
-    if len(cases) == len(CASES) and time.monotonic() < deadline:
-        result["rows"] += [move_row(name, graph_us(calls), rates) for name, calls in moves().items()]
-        progress(result)
+        torch.cuda.empty_cache()
     return result | {"complete": True}
 
 
@@ -676,6 +717,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[Any]:
     if result["peers absent"]:
         yield f"not here: {', '.join(result['peers absent'])}"
     yield from (f"{name} failed: {why}" for name, why in result["peers failed"].items())
+    yield from (f"void: {name}: {why}" for name, why in result.get("void", {}).items())
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -706,6 +748,7 @@ def main(
         screen.print(table)
     if json_file is not None:
         write_json(json_file, {"environment": environment(), "attention": result})
+    raise typer.Exit(int(bool(result.get("void"))))
 
 
 # ---- pytest-benchmark ----------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
     pip install '.[bench]' && polymodel pull smollm2 && pytest bench/bench_exact.py [--benchmark-json FILE]
 
 A row is a case of polymodel.workloads.exact: sessions, then requests that go on from them. Tokens, logits, keys and
-values that differ by a bit void it. The whole matrix: polymodel bench smollm2 --workload exact [--size full].
+values that differ by a bit void it. The time is that of the whole check, comparisons and all: it says how long the
+matrix takes, not how fast the engine is. The whole matrix: polymodel bench smollm2 --workload exact [--size full].
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def matrix() -> Iterator[Matrix]:
+def matrix(device: str) -> Iterator[Matrix]:
     with ExitStack() as stack:
-        yield Matrix(hosting(Setting(model=demo_model()), stack))
+        yield Matrix(hosting(Setting(model=demo_model(), device=device), stack))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.decode}-{case.rows}-{case.prefix}".replace(" ", "_"))

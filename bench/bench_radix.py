@@ -8,7 +8,6 @@ Tokens computed and the logits after each prompt are checked first.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,20 +19,20 @@ from polymodel import Engine
 from polymodel.checkpoint import open_checkpoint
 from polymodel.config import DEFAULT_DOMAIN
 from polymodel.workloads.radix import KNOWN, MODEL, WAYS, num_prefilled, run
-from polymodel.workloads.report import Setting, open_engine
+from polymodel.workloads.report import Setting, Watch, open_engine
 
 ROUNDS = 2
 Engines = tuple[Engine, Engine]
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[Engines]:
+def engines(device: str) -> Iterator[Engines]:
     """With a prefix cache, and without."""
-    path = demo_model()
+    path, setting = demo_model(), Setting(device=device)
     with (
         open_checkpoint(path) as checkpoint,
-        open_engine(Setting(), checkpoint.config, 4096) as cached,
-        open_engine(Setting(), checkpoint.config, 512, prefix_cache=False) as plain,
+        open_engine(setting, checkpoint.config, 4096) as cached,
+        open_engine(setting, checkpoint.config, 512, prefix_cache=False) as plain,
     ):
         for engine in (cached, plain):
             engine.add(MODEL, path)
@@ -47,15 +46,20 @@ def test_way(benchmark: Any, engines: Engines, way: str) -> None:
     total, expected = KNOWN[way]
     assert all(map(torch.equal, run(cached, prompts), run(plain, prompts)))
     assert (sum(map(len, prompts)), num_prefilled(cached)) == (total, expected)
+    watch = Watch(cached.device)
     without: list[float] = []
+
+    def timed(engine: Engine) -> float:
+        before = watch.seconds["all"]
+        with watch.of("all"):
+            run(engine, prompts)
+        return watch.seconds["all"] - before
 
     def setup() -> None:
         cached.drop_domain(DEFAULT_DOMAIN)
-        start = time.perf_counter()
-        run(plain, prompts)
-        without.append(time.perf_counter() - start)
+        without.append(timed(plain))
 
-    benchmark.pedantic(lambda: run(cached, prompts), setup=setup, rounds=ROUNDS)
+    benchmark.pedantic(lambda: timed(cached), setup=setup, rounds=ROUNDS)
     benchmark.extra_info |= {
         "tokens": total,
         "computed": expected,

@@ -1,10 +1,12 @@
 """polymodel, llama.cpp and transformers on this CPU: same weights, same prompts, same threads, one run, interleaved.
 
-    pip install '.[compare,test]' && polymodel pull smollm2 && python bench/compare_cpu.py [--json FILE]
+    pip install -c .ci/constraints.txt '.[compare,test]' && polymodel pull smollm2
+    python bench/compare_cpu.py [--json FILE]
 
 The weights are those of the demo model's Q4_1 file. llama.cpp reads it as it is and requantised to Q8_0 (or written out
 in F32), transformers its float32 values; the gguf package writes these forms, once, beside the file's folder. We read
-the file itself, with a weights option: "file", "f32", "q8", "w8a8", "q4".
+the file itself, with a weights option: "file", "f32", "q8", "w8a8", "q4". Keys and values are float32 in transformers
+and here; llama.cpp's are float16, as it has them, beside all but its F32 form.
 
 Three parts, of which each prints a table:
 
@@ -13,11 +15,13 @@ Three parts, of which each prints a table:
   is how many tokens of the other side's streams are our choice too, after the same tokens before. In float32 a gap of
   0.001 voids the run; in other forms streams part, since llama.cpp quantises activations and our q8 rounds them to
   bfloat16, and only an agreement below "least" voids it.
-* memory: of a process of its own, which loads the model, prefills 512 tokens and decodes; over what it had with its
-  libraries imported. Pages of mapped files count, where they are touched.
-* speed: all sides in turn, again and again; the best of the repetitions, and as "spread" best / median - 1. Prefill and
-  decode of one request are by each side's own clock; a batch counts from handing all requests in to the end of the
-  last one. "changed" counts requests whose output another batch size changed; one of ours voids the run.
+* memory: of a process of its own with room for one request, which loads the model, prefills 512 tokens and decodes;
+  over what it had with its libraries imported. Pages of mapped files count, where they are touched. "weights" and
+  "kv reserved" are what our ledger holds; of the latter, what was not touched is not in memory.
+* speed: all sides in turn, again and again, each round begun by another; the best of the repetitions, and as "spread"
+  best / median - 1. Prefill and decode of one request are by each side's own clock; a batch counts from handing all
+  requests in to the end of the last one. "changed" counts requests whose output another batch size changed; one of
+  ours voids the run.
 """
 
 from __future__ import annotations
@@ -96,11 +100,11 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sides", nargs="+", default=[*DEFAULT_SIDES], metavar="SIDE", help=", ".join(SIDES))
     parser.add_argument("--prompts", type=int, default=8, help=f"texts whose tokens are compared, 1..{NUM_TEXTS}")
     parser.add_argument("--tokens", type=int, default=64, help="that follow a prompt, compared or timed")
-    parser.add_argument("--repetitions", type=int, default=9, help="of prefill and decode")
+    parser.add_argument("--repetitions", type=int, default=7, help="of prefill and decode")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32], help="requests at once")
     parser.add_argument("--batch-sides", nargs="+", metavar="SIDE", help=f"{', '.join(BATCHED)} where not given")
     parser.add_argument("--batch-tokens", type=int, default=32, help="that follow each of these")
-    parser.add_argument("--batch-repetitions", type=int, default=2)
+    parser.add_argument("--batch-repetitions", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every side")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args(arguments)
@@ -195,19 +199,15 @@ def compared(pair: Pair, names: Sequence[str], ours: Prompts, theirs: Prompts, a
 
 def listen(
     paths: Mapping[str, Path], texts: Texts, control_tokens: Sequence[int], args: argparse.Namespace
-) -> tuple[list[Row], list[Row]]:
-    """One side after the other, alone: what it weighs, and rows of the pairs whose tokens are compared."""
+) -> list[Row]:
+    """Rows of the pairs whose tokens are compared; one side after the other, alone."""
     prompts = {name: ids[:MAX_PROMPT] for name, ids in list(texts.items())[: args.prompts]}
     given: Any = {"prompts": [*prompts.values()], "banned": control_tokens}
     streams: dict[str, list[list[int]]] = {}
     pairs: list[Row] = []
-    weighed: list[Row] = []
     for side, path in paths.items():
-        progress(f"tokens and memory: {side}")
+        progress(f"tokens: {side}")
         with Worker(side, path, args.threads, len(prompts) if side in OURS else 1) as worker:
-            worker.ask("prefill", prompt=long_prompt(texts))
-            worker.ask("decode", prompt=short_prompts(texts, 1)[0], count=WARM_TOKENS)
-            weighed.append(weight(side, path, worker.loaded, worker.ask("memory")))
             streams[side] = worker.ask("streams", count=args.tokens, **given)
             if short := [name for name, some in zip(prompts, streams[side], strict=True) if len(some) < args.tokens]:
                 raise SystemExit(f"VOID: {side} after {short[0]!r}: fewer than {args.tokens} tokens")
@@ -215,7 +215,23 @@ def listen(
                 theirs = streams[pair.theirs]
                 along = worker.ask("along", streams=theirs, **given)
                 pairs.append(compared(pair, [*prompts], streams[side], theirs, along))
-    return pairs, weighed
+    return pairs
+
+
+def weigh(paths: Mapping[str, Path], texts: Texts, threads: int) -> list[Row]:
+    """What each side takes for one request, alone."""
+    rows = []
+    for side, path in paths.items():
+        progress(f"memory: {side}")
+        with Worker(side, path, threads, 1) as worker:
+            warm(worker, texts)
+            rows.append(weight(side, path, worker.loaded, worker.ask("memory")))
+    return rows
+
+
+def warm(worker: Worker, texts: Texts) -> None:
+    worker.ask("prefill", prompt=long_prompt(texts))
+    worker.ask("decode", prompt=short_prompts(texts, 1)[0], count=WARM_TOKENS)
 
 
 def weight(side: str, path: Path, loaded: Mapping[str, float], memory: Mapping[str, int]) -> Row:
@@ -226,7 +242,7 @@ def weight(side: str, path: Path, loaded: Mapping[str, float], memory: Mapping[s
         "load s": loaded["load_seconds"],
         "over baseline MB": (memory["peak"] - loaded["baseline"]) / MB,
         "peak MB": memory["peak"] / MB,
-        **{f"ledger: {kind} MB": size / MB for kind, size in memory.items() if kind != "peak"},
+        **{f"{kind} MB": size / MB for kind, size in memory.items() if kind != "peak"},
     }
 
 
@@ -243,12 +259,19 @@ def short_prompts(texts: Texts, count: int) -> list[list[int]]:
     return [list(islice(every, PROMPT_TOKENS)) for _ in range(count)]
 
 
+def in_turn(workers: Mapping[str, Worker], round_: int) -> list[tuple[str, Worker]]:
+    """Every round is begun by another side."""
+    sides = [*workers.items()]
+    first = round_ % len(sides) if sides else 0
+    return sides[first:] + sides[:first]
+
+
 def time_one(workers: Mapping[str, Worker], texts: Texts, args: argparse.Namespace) -> list[Row]:
     """Prefill and decode of one request."""
     long, (short,) = long_prompt(texts), short_prompts(texts, 1)
     seen: dict[tuple[str, str], list[float]] = {(side, kind): [] for side in workers for kind in ("prefill", "decode")}
     for round_ in range(args.repetitions):
-        for side, worker in workers.items():
+        for side, worker in in_turn(workers, round_):
             progress(f"prefill and decode: {round_ + 1}/{args.repetitions}, {side}")
             seen[side, "prefill"].append(worker.ask("prefill", prompt=long))
             seen[side, "decode"].append(worker.ask("decode", prompt=short, count=args.tokens))
@@ -262,7 +285,7 @@ def time_batches(workers: Mapping[str, Worker], texts: Texts, args: argparse.Nam
     outputs: dict[tuple[str, int], object] = {}  # of a side and prompt, in the first batch
     for round_ in range(args.batch_repetitions):
         for size in args.batches:
-            for side, worker in workers.items():
+            for side, worker in in_turn(workers, round_):
                 progress(f"batches: {round_ + 1}/{args.batch_repetitions}, {size} at once, {side}")
                 answer = worker.ask("batch", prompts=short_prompts(texts, size), count=args.batch_tokens)
                 seen[side, size].append(answer["rate"])
@@ -327,6 +350,7 @@ def origin(args: argparse.Namespace, arguments: Sequence[str]) -> Row:
             "prefill": PREFILL_TOKENS,
             "decode": f"{args.tokens} tokens after {PROMPT_TOKENS}",
             "batch": f"{args.batch_tokens} tokens after {PROMPT_TOKENS}, prefills included",
+            "keys and values": "float32; float16 in llama.cpp but for its F32 form",
         },
     }
 
@@ -346,7 +370,7 @@ def main(arguments: Sequence[str]) -> None:
     result = origin(args, arguments)
 
     control_tokens = [token for token in range(vocab_size) if tokenizer.is_special(token)]
-    pairs, weighed = listen(paths, texts, control_tokens, args)
+    pairs = listen(paths, texts, control_tokens, args)
     progress("")
     show("tokens", pairs, "what", "streams", "same", "tokens", "agreement", "least", "largest gap", "holds")
     divergences = [
@@ -358,6 +382,7 @@ def main(arguments: Sequence[str]) -> None:
     if void := [pair["what"] for pair in pairs if not pair["holds"]]:
         raise SystemExit(f"VOID: the tokens of {', '.join(void)} do not agree; nothing was timed")
 
+    weighed = weigh(paths, texts, args.threads)
     slots = max(args.batches, default=1)
     with ExitStack() as stack:
         workers = {}
@@ -367,8 +392,7 @@ def main(arguments: Sequence[str]) -> None:
                 Worker(side, path, args.threads, slots if side in args.batch_sides else 1)
             )
             weighed[number]["load s"] = min(weighed[number]["load s"], workers[side].loaded["load_seconds"])
-            workers[side].ask("prefill", prompt=long_prompt(texts))
-            workers[side].ask("decode", prompt=short_prompts(texts, 1)[0], count=WARM_TOKENS)
+            warm(workers[side], texts)
         rows = time_one(workers, texts, args)
         rows += time_batches({side: workers[side] for side in paths if side in args.batch_sides}, texts, args)
     progress("")

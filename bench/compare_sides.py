@@ -8,16 +8,18 @@ is a line of JSON, {"verb": a method of Side, ..its arguments}, and so is the an
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 from types import TracebackType
@@ -36,11 +38,28 @@ Prompts = Sequence[Sequence[int]]
 
 
 def form_of(side: str, source: Path, cache: Path) -> Path:
-    """What a side reads: the file itself, or its float32 values in another form, made once."""
+    """What a side reads: the file itself, or its float32 values in another form, made once of each content."""
+    form = LLAMA_CPP.get(side, "")
+    if side != TRANSFORMERS and not form:
+        return source
+    with source.open("rb") as file:
+        stem = f"{source.stem}-{hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
     if side == TRANSFORMERS:
-        return as_folder(source, cache / "smollm2-f32")
-    form = LLAMA_CPP.get(side)
-    return requantise(source, cache / f"smollm2-{form.lower()}.gguf", form) if form else source
+        return as_folder(source, cache / f"{stem}-f32")
+    return requantise(source, cache / f"{stem}-{form.lower()}.gguf", form)
+
+
+@contextmanager
+def part_of(target: Path) -> Iterator[Path]:
+    """What to write in its place; it gets the name in the end, or is removed where it did not come to that."""
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        yield part
+        part.rename(target)
+    finally:
+        if part.is_dir():
+            shutil.rmtree(part)
+        part.unlink(missing_ok=True)
 
 
 def requantise(source: Path, target: Path, form: str) -> Path:
@@ -50,27 +69,27 @@ def requantise(source: Path, target: Path, form: str) -> Path:
     import gguf
 
     kind = gguf.GGMLQuantizationType[form]
-    part = target.with_suffix(".part")
     reader = gguf.GGUFReader(str(source))
-    writer = gguf.GGUFWriter(str(part), reader.fields["general.architecture"].contents())
-    for key, fact in reader.fields.items():
-        if key.startswith("GGUF.") or key == "general.architecture":
-            continue
-        if fact.types[0] == gguf.GGUFValueType.ARRAY:
-            writer.add_array(key, fact.contents())
-        else:
-            writer.add_key_value(key, fact.contents(), fact.types[0])
-    for tensor in reader.tensors:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        if values.ndim == 1:
-            writer.add_tensor(tensor.name, values)
-        else:
-            writer.add_tensor(tensor.name, gguf.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return part.rename(target)
+    with part_of(target) as part:
+        writer = gguf.GGUFWriter(str(part), reader.fields["general.architecture"].contents())
+        for key, fact in reader.fields.items():
+            if key.startswith("GGUF.") or key == "general.architecture":
+                continue
+            if fact.types[0] == gguf.GGUFValueType.ARRAY:
+                writer.add_array(key, fact.contents())
+            else:
+                writer.add_key_value(key, fact.contents(), fact.types[0])
+        for tensor in reader.tensors:
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            if values.ndim == 1:
+                writer.add_tensor(tensor.name, values)
+            else:
+                writer.add_tensor(tensor.name, gguf.quantize(values, kind), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return target
 
 
 NAMES = {  # GGUF -> transformers
@@ -120,10 +139,11 @@ def as_folder(source: Path, target: Path) -> Path:
     config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "float32"}
     config |= {"vocab_size": len(state["model.embed_tokens.weight"])}
     config |= {"tie_word_embeddings": "lm_head.weight" not in state}
-    part = Path(tempfile.mkdtemp(prefix=target.name, dir=target.parent))
-    save_file(state, part / "model.safetensors", {"format": "pt"})
-    (part / "config.json").write_text(json.dumps(config))
-    return part.rename(target)
+    with part_of(target) as part:
+        part.mkdir()
+        save_file(state, part / "model.safetensors", {"format": "pt"})
+        (part / "config.json").write_text(json.dumps(config))
+    return target
 
 
 # ---- in a worker -------------------------------------------------------------------------------------
@@ -170,12 +190,14 @@ class LlamaCpp(Side):
         params.model.path = path
         params.n_ctx, params.n_parallel = CONTEXT * slots, slots
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        params.cache_ram_mib = 0  # of prompts that were answered
         if form == "F32":
             params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         self.server = xllamacpp.Server(params)
 
     def ask(self, prompt: Sequence[int], count: int, **options: object) -> dict[str, Any]:
-        request = {"prompt": prompt, "n_predict": count, "temperature": 0, "cache_prompt": False, **options}
+        greedy = {"temperature": 0, "samplers": ["temperature"]}
+        request = {"prompt": prompt, "n_predict": count, "cache_prompt": False, **greedy, **options}
         answer: dict[str, Any] = self.server.handle_completions(request)
         if "choices" not in answer:
             raise RuntimeError(f"llama.cpp: {answer}")
@@ -276,7 +298,7 @@ class Polymodel(Side):
         return self.streams(prompts, count, ())
 
     def held(self) -> dict[str, int]:
-        return {kind: self.engine.ledger.total(kind) for kind in ("weights", "kv")}
+        return {"weights": self.engine.ledger.total("weights"), "kv reserved": self.engine.ledger.total("kv")}
 
     def along(self, prompts: Prompts, streams: Prompts, banned: Sequence[int]) -> list[list[tuple[int, float, float]]]:
         """At every token of streams of one length, given to sessions: the own choice, its lead over the second in

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,18 @@ def num_copies(nbytes: int, cache_bytes: int, least: int = MIN_COPIES) -> int:
     return min(max(least, -(-2 * cache_bytes // max(nbytes, 1))), MAX_COPIES)
 
 
+def cold_calls(run: Callable[..., object], inputs: Sequence[Tensor], nbytes: int, cache_bytes: int) -> list[Call]:
+    """Calls on copies of the inputs, each with its own result, so that none reads or overwrites what is in the cache;
+    nbytes: what one call reads and writes."""
+    copies = [tuple(t.clone() for t in inputs) for _ in range(num_copies(nbytes, cache_bytes))]
+    results: list[object] = [None] * len(copies)
+
+    def call(number: int) -> None:
+        results[number] = run(*copies[number])
+
+    return [partial(call, number) for number in range(len(copies))]
+
+
 # ---- sequences -----------------------------------------------------------------------------------------
 
 
@@ -217,7 +230,7 @@ def made_up_pages(
         table[s, shared : shared + pages] = ids[shared + end - pages : shared + end]
     lists = page_table(table, torch.tensor(lengths, dtype=torch.int32))
     inv_freq = [10000 ** (-2 * j / dim) for j in range(dim // 2)]
-    rope = rope_table(inv_freq, max(*lengths, 2 * PAGE))
+    rope = rope_table(inv_freq, max(*lengths, PAGE) + PAGE)  # trees stand behind the last token
     rope = replace(rope, cos=rope.cos.to(device), sin=rope.sin.to(device))
     return Pages(layout, arena, lists, tuple(lengths), ids[shared + sum(own) :], rope)
 
@@ -348,8 +361,8 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def environment() -> dict[str, Any]:
-    """What produced a result."""
+def environment(device: str = "cuda") -> dict[str, Any]:
+    """What produces a result on a device."""
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "python": platform.python_version(),
@@ -360,7 +373,7 @@ def environment() -> dict[str, Any]:
         "commit": _first_line("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
         "gpu": None,
     }
-    if has_gpu():
+    if device != "cpu" and has_gpu():
         p = torch.cuda.get_device_properties(0)
         found |= {
             "gpu": p.name,
@@ -386,9 +399,9 @@ def cpu_folder(name: str, capability: str) -> str:
     return "-".join(["cpu", *re.findall(r"[a-z0-9]+", f"{name} {capability}".lower())])
 
 
-def machine_folder() -> str:
-    """Name of this machine's folder under bench/results."""
-    if has_gpu():
+def machine_folder(device: str = "cpu") -> str:
+    """Name under bench/results of the folder of what this machine measures on a device."""
+    if device != "cpu":
         return gpu_folder(torch.cuda.get_device_name())
     return cpu_folder(cpu_name(), torch.backends.cpu.get_cpu_capability())
 

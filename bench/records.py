@@ -1,17 +1,18 @@
 """What a run of benches gave beside what was recorded on such a machine: bench/results/<machine>/<bench file>.json.
 
-A record is {command, unit, environment, rows: [{name, min, median, spread, rounds, extra_info}]}, in seconds. Spread:
-from the least round to the longest but for the slowest tenth, at least one. A time agrees if its median lies there; a
-ratio (named "x ..", "times ..", or with "ratio" or "speedup" in its name) if it is as near to the recorded one as that
-allows. Both only inform. Integers, truth values and lists of them must be equal: they are counts, the same whenever
-they are taken.
+A record is {command, unit, environment, rows: [{name, min, median, spread, rounds, extra_info}]}, in seconds. A row
+that an earlier run gave has that one's {command, date, commit} as "earlier". Spread: from the least round to the
+longest, of ten rounds and more without the slowest tenth; null of one. A time agrees if its median lies there; a ratio
+(named "x ..", "times ..", or with "ratio" or "speedup" in its name) if it is as near to the recorded one as that
+allows; of what was taken once neither is told. Both only inform. Integers, truth values and lists of them must be
+equal: they are counts, the same whenever they are taken.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ def row_of(name: str, seconds: Sequence[float], extra_info: Mapping[str, Any]) -
     """A row of a record, from the seconds of each round."""
     times = sorted(seconds)
     middle = (times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2
-    slow = max(1, len(times) // 10)  # rounds that do not count: something else ran
-    spread = times[max(0, len(times) - 1 - slow)] - times[0]
+    slow = len(times) // 10  # rounds that do not count: something else ran
+    spread = times[-1 - slow] - times[0] if len(times) > 1 else None
     return {
         "name": name,
         "min": times[0],
@@ -45,8 +46,14 @@ def write(path: Path, command: str, environment: Mapping[str, Any], rows: Sequen
 
 @dataclass(frozen=True, slots=True)
 class Record:
+    command: str
     environment: Mapping[str, Any]
     rows: Mapping[str, Row]  # by name
+
+    def kept(self, names: Collection[str]) -> list[dict[str, Any]]:
+        """Rows of these names, for another run's record."""
+        run = {"command": self.command, **{name: self.environment.get(name) for name in ("date", "commit")}}
+        return [{"earlier": run, **row} for name, row in self.rows.items() if name in names]
 
 
 def read(path: Path) -> Record | str:
@@ -59,7 +66,7 @@ def read(path: Path) -> Record | str:
         return f"no JSON: {error}"
     if not isinstance(record, dict) or not set(FORM) <= set(record) or not isinstance(record["rows"], list):
         return f"not compared: of another form, expected {', '.join(FORM)} with a list of rows"
-    return Record(record["environment"], {row["name"]: row for row in record["rows"]})
+    return Record(record["command"], record["environment"], {row["name"]: row for row in record["rows"]})
 
 
 def changes(now: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[str]:
@@ -78,12 +85,13 @@ class Compared:
     now: Any
     recorded: Any
     ratio: float | None
-    agrees: bool
+    agrees: bool | None  # None where a time was taken once
     must: bool = False  # agree
 
     def row(self) -> dict[str, Any]:
         shown = {"bench": self.bench, "what": self.what, "now": self.now, "recorded": self.recorded}
-        return shown | {"ratio": self.ratio, "within": "yes" if self.agrees else "CHANGED" if self.must else "no"}
+        within = "once" if self.agrees is None else "yes" if self.agrees else "CHANGED" if self.must else "no"
+        return shown | {"ratio": self.ratio, "within": within}
 
 
 COLUMNS = ("bench", "what", "now", "recorded", "ratio", "within")
@@ -93,7 +101,7 @@ def compare(now: Row, recorded: Row) -> Iterator[Compared]:
     """The time, the ratios, and every count that is not the recorded one."""
     name, least, spread = now["name"], recorded["min"], recorded["spread"]
     ratio = now["median"] / recorded["median"]
-    within = least <= now["median"] <= least + spread
+    within = None if spread is None else least <= now["median"] <= least + spread
     yield Compared(name, "median ms", 1e3 * now["median"], 1e3 * recorded["median"], ratio, within)
     there, before = flat(now["extra_info"]), flat(recorded["extra_info"])
     for key in (key for key in before if key not in there):
@@ -107,7 +115,8 @@ def compare(now: Row, recorded: Row) -> Iterator[Compared]:
                 yield Compared(name, key, value, before[key], None, False, True)
         elif RATIO.search(key) and isinstance(value, float) and isinstance(before[key], float) and before[key]:
             ratio = value / before[key]
-            yield Compared(name, key, value, before[key], ratio, abs(ratio - 1) <= spread / least)
+            near = None if spread is None else abs(ratio - 1) <= spread / least
+            yield Compared(name, key, value, before[key], ratio, near)
 
 
 def flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
@@ -123,12 +132,8 @@ def is_count(value: Any) -> bool:
     return all(map(is_count, value)) if isinstance(value, list) and value else isinstance(value, int)
 
 
-def compare_all(now: Iterable[Row], recorded: Mapping[str, Row]) -> tuple[list[Compared], list[str]]:
-    """Numbers that are recorded, and the names of rows that are not."""
-    found, unknown = [], []
-    for row in now:
-        if row["name"] in recorded:
-            found += compare(row, recorded[row["name"]])
-        else:
-            unknown.append(row["name"])
-    return found, unknown
+def compare_all(now: Iterable[Row], recorded: Mapping[str, Row]) -> tuple[list[Compared], list[str], list[str]]:
+    """Numbers that are recorded, the names of rows that are not, and of recorded ones that did not run."""
+    rows = {row["name"]: row for row in now}
+    found = [one for name, row in rows.items() if name in recorded for one in compare(row, recorded[name])]
+    return found, [name for name in rows if name not in recorded], [name for name in recorded if name not in rows]

@@ -1,8 +1,9 @@
 """Kernels for quantised matmul and paged attention whose bits do not depend on the batch they run in.
 
 Import from the files (`from csrc_triton.qmatmul import dequant_matmul`) or from here; nothing is loaded
-before a name is asked for, and nothing asks for a GPU. `x_bytes` and `x_flops` beside a launcher `x` are what a call
-must move and compute, for rooflines.
+before a name is asked for, and nothing asks for a GPU. `x_bytes` and `x_flops` beside a launcher `x` are, for
+rooflines, a call's operands and results, each counted once, and its operations; `matmul_bytes` and `matmul_flops` are
+those of every product by a quantised weight.
 """
 
 from __future__ import annotations

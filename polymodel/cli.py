@@ -56,6 +56,7 @@ KvBudgetOption = Annotated[str | None, typer.Option(help="Bytes for KV pages, su
 TemperatureOption = Annotated[float, typer.Option(help="0 takes the likeliest token; else one is drawn.")]
 TopPOption = Annotated[float, typer.Option(help="Draw among the fewest tokens whose probabilities reach this.")]
 SeedOption = Annotated[int, typer.Option(help="What is drawn depends on it, the position and the logits alone.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 
 
@@ -261,13 +262,14 @@ def demo(
 @app.command()
 def selfcheck(
     model: Annotated[str | None, typer.Argument(help="Path or name; without it, a small random model.")] = None,
+    device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Check the promises here: budgets, one decode at a time, equal bits, forgetting, sharing, lossless drafting."""
     from polymodel.selfcheck import selfcheck as run_checks
 
     checks = []
-    for check in run_checks(model):
+    for check in run_checks(model, device):
         checks.append(check)
         if not as_json:
             typer.echo(f"{'ok  ' if check.passed else 'FAIL'}  {check.name} ({check.detail})")
@@ -286,15 +288,18 @@ def bench(
     ] = None,
     size: Annotated[str, typer.Option(help="small or full.")] = "small",
     weights: WeightsOption = "file",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "auto",
+    device: DeviceOption = "auto",
     repetitions: Annotated[int, typer.Option(min=1, help="Of what is timed.")] = 3,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the JSON here too, anew after each workload.", dir_okay=False)
+    ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="Name the workloads and run none.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run workloads and say of each number what it must be; exit code 1 where one is not."""
+    """Run workloads and say of each number what it must be; exit code 1 where one is not, or a workload fails."""
     from polymodel import workloads
     from polymodel.checkpoint import resolve
-    from polymodel.workloads.report import Setting
+    from polymodel.workloads.report import Setting, device_of
 
     if show_list:
         return _print_list({one.name: one.about for one in workloads.WORKLOADS.values()}, as_json)
@@ -307,17 +312,30 @@ def bench(
         device=device,
         repetitions=repetitions,
     )
-    reports = []
+    environment = workloads.environment(device_of(setting))
+    found: dict[str, Any] = {"environment": environment, "model": model, "size": size, "weights": weights}
+    found |= {"passed": True, "reports": []}
     for report in workloads.run(workload or (), setting):
-        reports.append(report)
+        found["passed"] &= report.passed
+        found["reports"].append(report.as_dict())
+        if out is not None:
+            _write_json(out, found)
         if not as_json:
             typer.echo(f"{report}\n")
-    passed = all(report.passed for report in reports)
     if as_json:
-        found = {"environment": workloads.environment(device), "model": model, "size": size, "weights": weights}
-        _print_json(found | {"passed": passed, "reports": [report.as_dict() for report in reports]})
-    if not passed:
+        _print_json(found)
+    if not found["passed"]:
         raise typer.Exit(1)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """At once, so that a run cut short leaves a whole file."""
+    try:
+        fresh = path.with_name(path.name + ".new")
+        fresh.write_text(json.dumps(value, indent=1) + "\n")
+        fresh.replace(path)
+    except OSError as error:
+        raise InvalidRequest(f"--out {path}: {error}") from error
 
 
 def _print_list(about: Mapping[str, str], as_json: bool) -> None:

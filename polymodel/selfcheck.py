@@ -55,9 +55,9 @@ class Scripted:
         return [(token + self.is_wrong(start + i, i)) % self.vocab_size for i, token in enumerate(right)]
 
 
-def selfcheck(source: str | None = None) -> Iterator[Check]:
+def selfcheck(source: str | None = None, device: str = "auto") -> Iterator[Check]:
     """One check after the other on a checkpoint, by path or name; on a small random model if none is given."""
-    with _source(source) as path, Engine(budget="64GiB", config=EngineConfig(prefix_cache=False)) as engine:
+    with _source(source) as path, Engine(device, budget="64GiB", config=EngineConfig(prefix_cache=False)) as engine:
         engine.add("one", path)
         engine.budget = engine["one"].nbytes
         for check in CHECKS:
@@ -70,6 +70,8 @@ def _run(check: Callable[[Engine, Path], str], engine: Engine, path: Path) -> Ch
         return Check(name, True, check(engine, path))
     except (Broken, PolymodelError) as error:
         return Check(name, False, str(error))
+    except Exception as error:
+        return Check(name, False, f"{type(error).__name__}: {error}")
 
 
 def _expect(holds: bool, otherwise: str) -> None:
@@ -90,7 +92,7 @@ def check_budget(engine: Engine, path: Path) -> str:
     engine.remove("sibling")
     engine.budget *= 3  # room for what the other checks add
     before = engine.budget, str(engine.table())
-    with Engine(budget=engine["one"].nbytes - 1) as small:
+    with Engine(str(engine.device), budget=engine["one"].nbytes - 1) as small:
         try:
             small.add("one", path)
         except TooLarge:
@@ -101,9 +103,13 @@ def check_budget(engine: Engine, path: Path) -> str:
     return f"three equal models in {stored:,} bytes, as much as the budget was"
 
 
+MADE_ROOM = {"m6": ["m1", "m2"], "m7": ["m3"], "m9": ["m4"]}  # as ten models come, of which six then stay
+
+
 def check_many(engine: Engine, path: Path) -> str:
     """Ten small models under 55 % of their bytes: never over the budget, the pinned one stays, all answer."""
-    with TemporaryDirectory() as folder, Engine(budget="1GiB", config=EngineConfig(prefix_cache=False)) as many:
+    config = EngineConfig(prefix_cache=False)
+    with TemporaryDirectory() as folder, Engine(str(engine.device), budget="1GiB", config=config) as many:
         names = [f"m{i}" for i in range(10)]
         for i, name in enumerate(names):
             (Path(folder) / name).mkdir()
@@ -114,9 +120,14 @@ def check_many(engine: Engine, path: Path) -> str:
             many.remove(name)
         many.budget = sum(sizes.values()) * 55 // 100
         many.events.clear()
+        room: dict[str, list[str]] = {}
         for name in names:
+            before = len(many.events.of("evict"))
             many.add(name, Path(folder) / name, weights="f32", pin=name == "m0")
             _expect_within(many)
+            if found := sorted(event.model for event in many.events.of("evict")[before:]):
+                room[name] = found
+        _expect(room == MADE_ROOM, f"as the models came, made room: {room}, expected {MADE_ROOM}")
         for name in names:
             out = many.generate(name, PROMPTS[0], max_new_tokens=4, stop_at_eos=False, draft=None)
             _expect(len(out.tokens) == 4, f"{name} gave {len(out.tokens)} tokens of 4")
@@ -132,7 +143,8 @@ def _sizes_of(number: int) -> dict[str, int]:
     """Four sizes, over and over."""
     hidden = 32 + 16 * (number % 4)
     heads = {"num_attention_heads": hidden // 16, "num_key_value_heads": 1}
-    return {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2 + number % 4, **heads}
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2 + number % 4}
+    return sizes | heads | {"max_position_embeddings": 64}
 
 
 def _expect_within(engine: Engine) -> None:

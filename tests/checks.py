@@ -9,11 +9,9 @@ from itertools import combinations
 from typing import Any
 from unittest import mock
 
-import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as GgmlType
 from torch import Tensor
 
 from csrc_triton import cpu, launch, t64
@@ -71,7 +69,9 @@ def random_weight(fmt: str, n: int, k: int, seed: int = 0, size: float = 1.0) ->
     if fmt.startswith("q8") and fmt != "q8_0":
         return quantize(w, "q8", 32 if fmt.endswith("32") else None)
     if fmt not in _F16_FIELDS:
-        raw = torch.from_numpy(gguf.quants.quantize(w.numpy(), GgmlType[fmt.upper()]))
+        import gguf  # the tests on a GPU do without
+
+        raw = torch.from_numpy(gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[fmt.upper()]))
         return from_gguf(raw, fmt, (n, k))
     form, rng = GGUF[fmt], np.random.default_rng(seed)
     raw = rng.integers(0, 256, (n, k // form.weights, form.nbytes), dtype=np.uint8)

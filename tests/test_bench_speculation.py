@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from tiny import write_tiny, write_tokenizer
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 import bench_speculation as bench
-from bench_speculation import ALL, COPYING, TARGET, TWIN
+from bench_speculation import COPYING, TARGET, TWIN
 
 from polymodel import Engine
 from polymodel.checkpoint import open_checkpoint
@@ -21,6 +22,7 @@ from polymodel.control import CostTable
 from polymodel.events import Event, Kind
 from polymodel.sim import H200
 from polymodel.tokenizer import Tokenizer
+from polymodel.workloads.speculation import ALL, summary
 
 
 def metrics(num_output_tokens: int, num_target_forwards: int, seconds: float, **drafted: Any) -> Any:
@@ -65,42 +67,39 @@ def test_a_summary_adds_prompts_up() -> None:
     plain = [metrics(13, 12, seconds) for seconds in (4.0, 6.0)]
     nothing = [metrics(7, 6, seconds, acceptance_histogram=(6,)) for seconds in (1.0, 2.0)]
     plain_again = [metrics(7, 6, seconds) for seconds in (2.0, 1.0)]
-    row = bench.summary("chat", "ngram", [(runs, plain), (nothing, plain_again)])
+    row = summary("chat", "ngram", [(runs, plain), (nothing, plain_again)])
     acceptance = 7 / (4 + 3 + 2 + 1)
     closed_form = (1 - acceptance**5) / (1 - acceptance)
     expected = {
-        "what": "chat, ngram",
+        "kind": "chat",
+        "arm": "ngram",
         "prompts": 2,
         "tokens": 18,
         "forwards": 11,
-        "forwards/token": 11 / 18,
-        "forwards saved": 18 / 11,
-        "acceptance rate": 7 / 16,
-        "mean acceptance length": 18 / 11,
+        "forwards_a_token": 11 / 18,
+        "forwards_saved": 18 / 11,
+        "acceptance_rate": 7 / 16,
+        "mean_acceptance_length": 18 / 11,
         "acceptance": acceptance,
-        "E measured": 1 + 7 / 4,
-        "E closed form": pytest.approx(closed_form),
-        "x plain, wall": (4.0 + 1.0) / (2.0 + 1.0),
-        "x plain, first repetition": (4.0 + 2.0) / (3.0 + 1.0),
-        "rounds by accepted tokens": "8 1 1 0 1",
+        "e_measured": 1 + 7 / 4,
+        "e_closed_form": pytest.approx(closed_form),
+        "speedup": (4.0 + 1.0) / (2.0 + 1.0),
+        "speedup_first": (4.0 + 2.0) / (3.0 + 1.0),
+        "rounds_by_accepted": [8, 1, 1, 0, 1],
+        "spread": pytest.approx(6.5 / 6.0 - 1),
     }
     assert {name: row[name] for name in expected} == expected
 
 
 def test_a_summary_of_no_drafts_has_no_acceptance() -> None:
-    row = bench.summary("chat", "auto", [([metrics(7, 6, 1.0)], [metrics(7, 6, 1.0)])])
-    assert [row[name] for name in ("acceptance rate", "E measured", "E closed form")] == [None] * 3
+    row = summary("chat", "auto", [([metrics(7, 6, 1.0)], [metrics(7, 6, 1.0)])])
+    assert [row[name] for name in ("acceptance_rate", "e_measured", "e_closed_form", "spread")] == [None] * 4
 
 
 def test_gates_are_those_that_the_rows_can_show() -> None:
     def row(kind: str, arm: str, saved: float, wall: float) -> bench.Row:
-        return {
-            "kind": kind,
-            "arm": arm,
-            "forwards saved": saved,
-            "x plain, wall": wall,
-            "x plain, first repetition": wall / 2,
-        }
+        times = {"speedup": wall, "speedup_first": wall / 2, "spread": 0.5}
+        return {"kind": kind, "arm": arm, "forwards_saved": saved, **times}
 
     rows = [row("chat", "ngram", 1.0, 1.0), row("summarising", "ngram", 1.25, 1.0), row(ALL, "ngram", 1.1, 1.0)]
     rows += [row("chat", "auto", 1.0, 2.0), row("summarising", "auto", 1.0, 0.5), row(ALL, "auto", 1.0, 0.1)]
@@ -109,8 +108,30 @@ def test_gates_are_those_that_the_rows_can_show() -> None:
         (1.25, 1.2, True),
         (pytest.approx(1.0), 0.93, True),
         (pytest.approx(0.5), 0.93, False),
+        (pytest.approx(0.75), 0.93, False),
     ]
-    assert "summarising" in found[0]["what"]
+    assert "summarising" in found[0]["what"] and "summarising, the worst kind" in found[3]["what"]
+
+
+@pytest.mark.parametrize(("ratio", "status"), [(0.97, 1), (0.99, 0)])
+def test_a_gate_that_fails_is_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ratio: float, status: int
+) -> None:
+    row = {"what": "chat", "costs": "measured", "plain s": ratio, "auto s": 1.0, "x plain, by the table": ratio}
+    monkeypatch.setattr(bench, "replay", lambda *_: [row])
+    monkeypatch.setattr(sys, "argv", ["bench", "--recorded", "--json", str(tmp_path / "found.json")])
+    try:
+        bench.main()
+        found = 0
+    except SystemExit as error:
+        found = error.code
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert found == status and written["gates"][0]["holds"] == (not status)
+
+
+def test_without_costs_of_this_machine_there_is_no_table_of_them(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no costs of this machine"):
+        bench.tables(tmp_path / "costs.json")
 
 
 def test_another_stream_or_a_forward_more_voids_the_numbers() -> None:
@@ -158,12 +179,12 @@ def test_every_arm_runs_and_gives_the_plain_tokens(tmp_path: Path) -> None:
     with Engine(kv_budget="16MiB") as engine:
         engine.add(TARGET, folder, twin="q4")
         rows = bench.measure(engine, {"chat": [[5, 6, 7, 8] * 4, [9, 8, 7]]}, 8, 2)
-    assert [row["what"] for row in rows] == [
-        f"{kind}, {arm}" for arm in ("ngram", "auto", "twin", "wrong") for kind in ("chat", ALL)
+    assert [(row["kind"], row["arm"]) for row in rows] == [
+        (kind, arm) for arm in ("ngram", "auto", "twin", "wrong") for kind in ("chat", ALL)
     ]
     by_arm = {row["arm"]: row for row in rows if row["kind"] == ALL}
     assert [by_arm[arm]["prompts"] for arm in by_arm] == [2, 2, 2, 1]
-    assert by_arm["twin"]["accepted"] > 0 and by_arm["twin"]["forwards saved"] > 1.0
+    assert by_arm["twin"]["accepted"] > 0 and by_arm["twin"]["forwards_saved"] > 1.0
     assert by_arm["wrong"]["drafted"] > 0 == by_arm["wrong"]["accepted"]
-    assert by_arm["wrong"]["forwards saved"] == 1.0
+    assert by_arm["wrong"]["forwards_saved"] == 1.0
     assert len(by_arm["ngram"]["seconds"]) == 2 and {len(some) for some in by_arm["ngram"]["seconds"]} == {2}

@@ -20,12 +20,13 @@ from typer.testing import CliRunner
 
 import polymodel
 import polymodel.pull as pulling
-from polymodel import Engine
+from polymodel import Engine, workloads
 from polymodel.checkpoint import PULLABLE
 from polymodel.cli import app
 from polymodel.console import printable
-from polymodel.errors import FetchFailed
+from polymodel.errors import FetchFailed, KVFull
 from polymodel.selfcheck import check_budget, check_lane, write_random_model
+from polymodel.workloads.report import Report, Setting, Workload
 
 # forwards of a model this small only wait for a second thread
 pytestmark = pytest.mark.parametrize("threads", [1], indirect=True)
@@ -238,23 +239,25 @@ def test_selfcheck_prints_a_line_a_check_and_fails_with_one(model: str, monkeypa
 
 def test_bench_lists_its_workloads() -> None:
     about = parsed("bench", "--list")
-    assert {"session", "radix", "batch", "switch", "exact", "adversary", "swap-queue", "mixed-lane"} < set(about)
+    assert {"session", "radix", "batch", "switch", "exact", "adversary", "speculation", "swap-queue"} < set(about)
     shown = invoke("bench", "--list").stdout.splitlines()
     assert [line.split()[0] for line in shown] == list(about)
 
 
 def test_bench_prints_each_report_with_its_gates() -> None:
     result = invoke("bench", "--workload", "residency", "--workload", "swap-queue")
-    assert re.search(r"lru +29 +21 +24\n", result.stdout) and "swap-queue (simulated" in result.stdout
+    assert re.search(r"lru +29 +21 +24 +0.58 +2\n", result.stdout) and "swap-queue (simulated" in result.stdout
     assert "holds  lru+backout: hits, evictions: 30, 20" in result.stdout and "FAILS" not in result.stdout
-    assert "swap-queue: 7.0 s, fcfs" in result.stderr
+    assert "swap-queue: 7.0 s, 0.3 requests a second, fcfs" in result.stderr
 
 
-def test_bench_json_says_what_ran_and_where(model: str) -> None:
+def test_bench_json_says_what_ran_and_where(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/polymodel", "bench", "a model"])
     report = parsed("bench", model, "--workload", "adversary", "--repetitions", "1", "--weights", "q8")
     environment = report["environment"]
-    assert environment["command"].startswith("polymodel ") and environment["threads"] == 1
-    assert {"date", "machine", "device", "torch", "polymodel", "python"} < set(environment)
+    assert environment["command"] == "polymodel bench 'a model'" and environment["threads"] == 1
+    assert environment["device"] == "cpu"
+    assert {"date", "machine", "torch", "polymodel", "python", "commit"} < set(environment)
     assert (report["model"], report["size"], report["weights"], report["passed"]) == (model, "small", "q8", True)
     (only,) = report["reports"]
     assert only["workload"] == "adversary" and only["rows"] and all(gate["holds"] for gate in only["gates"])
@@ -270,10 +273,42 @@ def test_bench_fails_with_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_a_workload_that_fails_ends_neither_the_others_nor_what_they_gave(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def short_of_pages(setting: Setting) -> Report:
+        raise KVFull("no pages are left")
+
+    monkeypatch.setitem(workloads.WORKLOADS, "exact", Workload("exact", "", short_of_pages))
+    path = tmp_path / "found.json"
+    names = ("--workload", "residency", "--workload", "exact", "--workload", "residency")
+    report = parsed("bench", *names, "--out", str(path), code=1)
+    assert [one["passed"] for one in report["reports"]] == [True, False, True] and not report["passed"]
+    assert report["reports"][1] == {"workload": "exact", "error": "no pages are left", "passed": False}
+    assert json.loads(path.read_text()) == report
+    assert "exact: error: no pages are left\n" in invoke("bench", *names, code=1).stdout
+
+
+def test_bench_writes_what_there_is_after_each_workload(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+
+    def killed(setting: Setting) -> Report:
+        assert [one["workload"] for one in json.loads(path.read_text())["reports"]] == ["residency"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(workloads.WORKLOADS, "exact", Workload("exact", "", killed))
+    invoke("bench", "--workload", "residency", "--workload", "exact", "--out", str(path), code=130)
+    assert json.loads(path.read_text())["passed"]
+
+
 def test_bench_says_what_it_takes(model: str) -> None:
     assert "no workload is named 'nosuch'; there are session, " in refused("bench", model, "--workload", "nosuch")
     assert "--size 'big': expected small or full" in refused("bench", "--size", "big")
     assert "'nosuch' is no file" in refused("bench", "nosuch", "--workload", "exact")
+    assert "device='tpu', expected 'cpu', 'cuda'" in refused("bench", "--device", "tpu", "--workload", "residency")
+    assert "device='tpu', expected 'cpu', 'cuda'" in refused("selfcheck", "--device", "tpu")
+    lost = "/no/such/folder/found.json"
+    assert f"--out {lost}: " in refused("bench", "--workload", "residency", "--out", lost, "--json")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 import compare_cpu as bench
 from compare_cpu import Pair, compared
-from compare_sides import LLAMA_CPP, Polymodel, Transformers, Worker, as_folder, requantise
+from compare_sides import LLAMA_CPP, LlamaCpp, Polymodel, Transformers, Worker, as_folder, form_of, part_of, requantise
 
 from polymodel.checkpoint import open_checkpoint
 from polymodel.tokenizer import Tokenizer
@@ -102,6 +102,39 @@ def test_a_requantised_file_has_the_facts_and_the_rounded_values_and_is_written_
     assert [path.name for path in tmp_path.iterdir()] == ["q.gguf"]
 
 
+def test_a_form_is_made_anew_of_a_file_with_other_content(tiny: Path, tmp_path: Path) -> None:
+    source = tmp_path / "smollm2.gguf"
+    source.write_bytes(tiny.read_bytes())
+    forms = [form_of(side, source, tmp_path) for side in (*LLAMA_CPP, "transformers F32", "q8")]
+    assert forms[1] == forms[4] == source and len({*forms}) == 4 and all(path.exists() for path in forms)
+    assert forms == [form_of(side, source, tmp_path) for side in (*LLAMA_CPP, "transformers F32", "q8")]
+    source.write_bytes(tiny.read_bytes() + bytes(64))
+    assert form_of("llama.cpp Q8_0", source, tmp_path) != forms[0]
+    assert form_of("transformers F32", source, tmp_path) != forms[3]
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_what_was_not_written_to_the_end_leaves_nothing(tmp_path: Path, is_folder: bool) -> None:
+    with pytest.raises(KeyboardInterrupt), part_of(tmp_path / "form") as part:
+        part.mkdir() if is_folder else part.write_text("half")
+        raise KeyboardInterrupt
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_llama_cpp_keeps_no_prompts_and_is_asked_for_the_largest_logit_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    xllamacpp = pytest.importorskip("xllamacpp")
+    seen: list[Any] = []
+    server = SimpleNamespace(handle_completions=lambda request: seen.append(request) or {"choices": []})
+    monkeypatch.setattr(xllamacpp, "Server", lambda params: seen.append(params) or server)
+    LlamaCpp("some.gguf", 1, 3, "Q8_0").ask([5, 6], 4)
+    params, request = seen
+    assert (params.cache_ram_mib, params.n_parallel, params.cpuparams.n_threads) == (0, 3, 1)
+    assert request == {"prompt": [5, 6], "n_predict": 4, "cache_prompt": False} | {
+        "temperature": 0,
+        "samplers": ["temperature"],
+    }
+
+
 def test_transformers_and_we_say_the_same_by_every_way_of_asking(tiny: Path, tmp_path: Path) -> None:
     folder = as_folder(tiny, tmp_path / "folder")
     assert as_folder(tiny, folder) == folder and len([*tmp_path.iterdir()]) == 1
@@ -117,7 +150,8 @@ def test_transformers_and_we_say_the_same_by_every_way_of_asking(tiny: Path, tmp
     assert not {*banned} & {token for stream in streams for token in stream} and streams != free
     assert theirs.outputs(prompts, 12) == ours.outputs(prompts, 12) == free == ours.batch(prompts, 12)["outputs"]
     assert min(theirs.prefill([5] * 40), ours.prefill([5] * 40), theirs.decode([5], 4), ours.decode([5], 4)) > 0
-    assert ours.memory()["peak"] > ours.memory()["weights"] > 256 * 64 * 4
+    held = ours.memory()
+    assert held["peak"] > held["weights"] > 256 * 64 * 4 and held["kv reserved"] > 0
 
 
 def test_along_other_tokens_the_gap_is_what_they_lack(tiny: Path) -> None:
@@ -219,6 +253,33 @@ def test_outputs_that_change_with_the_batch_are_counted_and_ours_void_the_run() 
         bench.time_batches({"q8": Canned()}, texts, args)
 
 
+class Noted:
+    """A worker that notes its name when it is asked."""
+
+    def __init__(self, name: str, asked: list[str]) -> None:
+        self.name, self.asked = name, asked
+
+    def ask(self, verb: str, **arguments: object) -> Any:
+        self.asked.append(self.name)
+        return {"rate": 1.0, "outputs": []} if verb == "batch" else 1.0
+
+
+def test_each_round_is_begun_by_another_side() -> None:
+    args = SimpleNamespace(batches=[1], batch_repetitions=3, batch_tokens=1, repetitions=4, tokens=1)
+    texts = {str(i): [i] * 16 for i in range(3)}
+    asked: list[str] = []
+    workers = {name: Noted(name, asked) for name in "abc"}
+    bench.time_batches(workers, texts, args)
+    assert "".join(asked) == "abcbcacab"
+    asked.clear()
+    bench.time_one(workers, texts, args)
+    assert "".join(asked[::2]) == "abcbcacababc" == "".join(asked[1::2])
+
+
+def test_batches_are_timed_three_times_where_nothing_is_said() -> None:
+    assert bench.parsed(["--sides", "f32", "transformers F32"]).batch_repetitions == 3
+
+
 @pytest.mark.slow
 @pytest.mark.demo_model
 def test_a_small_run_times_every_side(demo_model_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -235,6 +296,8 @@ def test_a_small_run_times_every_side(demo_model_path: Path, tmp_path: Path, cap
     }
     assert all(row["tokens_per_second"] > 0 for row in found["rows"]) and all(row["holds"] for row in found["tokens"])
     assert found["tokens"][0]["what"] == "f32 along transformers F32" and found["tokens"][0]["same"] == 4
+    kv = {row["side"]: row.get("kv reserved MB") for row in found["memory"]}
+    assert kv["llama.cpp Q8_0"] is None and kv["q8"] == kv["f32"] < 80  # of one request
     files = {row["side"]: row["file MB"] for row in found["memory"]}
     assert files["q8"] < files["llama.cpp Q8_0"] < files["transformers F32"]
     out = capfd.readouterr().out

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checks import assert_no_worse, assert_same_bits, random_weight
-from tiny import write_tiny, write_tokenizer
+from harness import F16_FIELDS, made_up_weight
 from torch import Tensor
 
 from csrc_triton import attention, launch, qgemm, t64
@@ -50,6 +50,7 @@ from csrc_triton.tree import rotation_slots, token_tree, tree_attention, tree_at
 from csrc_triton.w8a8 import w8a8_matmul
 from polymodel import Draft, Engine
 from polymodel.checkpoint import open_checkpoint, perturbed
+from polymodel.selfcheck import write_random_model
 
 DEVICE = "cuda"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -61,6 +62,8 @@ ROWS = (1, 2, 3, 8, 15, 16, 17, 31, 33, 64, 65, 130, 257)
 def weight(fmt: str, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> QTensor:
     if fmt == "dense":
         return dense(torch.randn(n, k, dtype=dtype, device="cuda"))
+    if fmt in F16_FIELDS:
+        return made_up_weight(fmt, n, k, device="cuda")
     stored = quantize(torch.randn(n, k), "q4", 128) if fmt == "q4 128" else random_weight(fmt, n, k)
     return t64.pack_t64(stored.to("cuda"))
 
@@ -499,12 +502,20 @@ def test_attention_in_a_graph() -> None:
     assert not torch.equal(y, expected)
 
 
+# ---- the engine --------------------------------------------------------------------------------------
+
+
+def wide_model(folder: Path) -> Path:
+    write_random_model(folder, hidden_size=256, intermediate_size=256, num_hidden_layers=3)
+    return folder
+
+
 @pytest.mark.parametrize("weights", ["file", "q4", "w8a8"])
 @pytest.mark.parametrize("count", [9, 64, 200])
 def test_what_an_engine_takes_over_has_the_bits_of_a_direct_prefill(tmp_path: Path, weights: str, count: int) -> None:
     """A prefix from the cache, a sibling's lower layers, a session from the host and one from a file."""
-    path = write_tokenizer(write_tiny(tmp_path / "m", "llama", hidden_size=256, intermediate_size=256))
-    ids = torch.randint(3, 259, (count,), generator=torch.Generator().manual_seed(8)).tolist()
+    path = wide_model(tmp_path)
+    ids = torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(8)).tolist()
     with Engine(device=DEVICE, budget=1 << 30, kv_budget=64 << 20) as engine:
         engine.add("m", path, weights=weights)
         engine.add("high", perturbed(open_checkpoint(path), 2, 1), weights=weights)
@@ -534,8 +545,8 @@ def test_what_an_engine_takes_over_has_the_bits_of_a_direct_prefill(tmp_path: Pa
 def test_drafting_changes_no_token_and_a_replay_proves_it(
     tmp_path: Path, draft: str | Draft, options: dict[str, Any]
 ) -> None:
-    path = write_tokenizer(write_tiny(tmp_path / "m", "llama", hidden_size=256, intermediate_size=256))
-    ids = torch.randint(3, 259, (70,), generator=torch.Generator().manual_seed(0)).tolist() * 2
+    path = wide_model(tmp_path)
+    ids = torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(0)).tolist() * 2
     ask: dict[str, Any] = {"prompt_ids": ids, "max_new_tokens": 48, "stop_at_eos": False, **options}
     with Engine(device=DEVICE, budget=1 << 30, kv_budget=64 << 20) as engine:
         engine.add("m", path, weights="q8", twin="q4")

@@ -26,7 +26,7 @@ ORDER = {
         sequence prefill growth trials draft lane session_file session batch output engine pull console demo selfcheck
         workloads cli
     """,
-    "polymodel/workloads": "report session radix batch switch exact adversary simulated __init__",
+    "polymodel/workloads": "report session radix batch switch exact adversary speculation simulated __init__",
 }
 FILES = [
     (package, name)

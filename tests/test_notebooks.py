@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -64,11 +65,14 @@ def test_a_stored_notebook_shows_everything_without_running(path: Path) -> None:
 def test_a_notebook_runs(path: Path, demo_model_path: Path) -> None:
     executed, seconds = run.execute(path)
     assert run.problems(executed) == []
+    assert run.broken(run.read(path), executed) == []
     assert seconds < MOST_SECONDS
 
 
 def test_a_notebook_runs_in_this_python_and_in_its_folder(tmp_path: Path) -> None:
-    executed, _ = run.execute(notebook(tmp_path, "import os, sys\nprint(sys.executable, os.getcwd())"))
+    executed, _ = run.execute(
+        notebook(tmp_path, "import os, sys\nprint(sys.executable, flush=True)\nprint(os.getcwd())")
+    )
     (output,) = executed.cells[0].outputs
     assert output.text.split() == [sys.executable, str(FOLDER)]
     assert run.problems(executed) == ["there is no picture"]
@@ -90,6 +94,19 @@ def test_what_was_not_run_or_failed_or_shows_nothing_is_a_problem(tmp_path: Path
     assert run.problems(fresh) == ["a cell ended with KeyError: 'a'", "there is no picture"]
     cell.outputs = [nbformat.v4.new_output("display_data", data={"image/png": "AAAA"})]
     assert run.problems(fresh) == []
+
+
+def test_a_truth_value_that_is_not_the_stored_one_is_a_broken_promise(tmp_path: Path) -> None:
+    path = notebook(tmp_path, "print('same bits:', 1 == 1, flush=True)", "{'kept': 2 > 1, 'ms': 3.5}")
+    executed, _ = run.execute(path)
+    assert run.truths(executed) == [["True"], ["True"]] and run.broken(executed, executed) == []
+    stored = copy.deepcopy(executed)
+    stored.cells[1].outputs[0].data["text/plain"] = "{'kept': False, 'ms': 9.9}"
+    assert run.broken(stored, executed) == ["code cell 2 shows True, stored False"]
+    stored.cells[1].outputs[0].data["text/plain"] = "{'kept': True, 'ms': 9.9}"
+    assert run.broken(stored, executed) == []
+    stored.cells[0].outputs = []
+    assert run.broken(stored, executed) == ["code cell 1 shows True, stored "]
 
 
 def test_a_token_belongs_to_the_drafters_that_had_it_and_else_to_the_model() -> None:

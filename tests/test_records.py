@@ -21,7 +21,7 @@ pytest_plugins = ["pytester"]
 INFO = {"tokens": 17728, "ids": [1, 2], "x torch": 2.0, "us": 5.0, "arms": {"D": {"prefill": 25920}}, "what": "a word"}
 
 
-def recorded(seconds: tuple[float, ...] = (1.0, 1.1, 1.2, 1.3, 9.0), **info: Any) -> dict[str, Any]:
+def recorded(seconds: tuple[float, ...] = (1.0, 1.1, 1.2, 1.3, 1.4), **info: Any) -> dict[str, Any]:
     return records.row_of("test_x[1]", seconds, INFO | info)
 
 
@@ -31,7 +31,8 @@ def recorded(seconds: tuple[float, ...] = (1.0, 1.1, 1.2, 1.3, 9.0), **info: Any
 def test_a_row_has_the_least_the_median_and_the_spread_but_for_the_slowest_tenth() -> None:
     row = records.row_of("test_x", [float(n) for n in range(20, 0, -1)], {})
     assert (row["min"], row["median"], row["spread"], row["rounds"]) == (1.0, 10.5, 17.0, 20)
-    assert [records.row_of("test_x", seconds, {})["spread"] for seconds in ([3.0], [3.0, 4.0, 9.0])] == [0.0, 1.0]
+    few = ([3.0], [3.0, 4.0], [3.0, 4.0, 9.0], [1.0, *[2.0] * 7, 9.0], [1.0, *[2.0] * 8, 9.0])
+    assert [records.row_of("test_x", seconds, {})["spread"] for seconds in few] == [None, 1.0, 6.0, 8.0, 1.0]
 
 
 def test_a_median_agrees_where_it_lies_in_the_recorded_spread() -> None:
@@ -40,6 +41,17 @@ def test_a_median_agrees_where_it_lies_in_the_recorded_spread() -> None:
         time, *rest = records.compare(records.row_of("test_x[1]", [median] * 3, {}), before)
         assert (time.agrees, time.must, rest) == (agrees, False, [])
         assert time.ratio == pytest.approx(median / before["median"])
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 9])
+def test_few_rounds_agree_with_themselves(rounds: int) -> None:
+    row = records.row_of("test_x[1]", [1.0 + n for n in range(rounds)], {"x torch": 2.0})
+    assert [c.agrees for c in records.compare(row, row)] == [True, True]
+
+
+def test_of_what_was_taken_once_no_agreement_is_told_but_that_of_counts() -> None:
+    shown = [c.row()["within"] for c in records.compare(recorded(tokens=3), recorded((1.0,)))]
+    assert shown == ["once", "CHANGED", "once"]
 
 
 def test_counts_must_be_equal_and_ratios_and_times_only_inform() -> None:
@@ -58,8 +70,18 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "bench_x.json"
     assert records.read(path) == "nothing recorded"
     records.write(path, "pytest bench", {"cpu": "some"}, [recorded()])
-    assert records.read(path) == records.Record({"cpu": "some"}, {"test_x[1]": recorded()})
+    assert records.read(path) == records.Record("pytest bench", {"cpu": "some"}, {"test_x[1]": recorded()})
     assert json.loads(path.read_text())["command"] == "pytest bench"
+
+
+def test_rows_of_a_record_are_named_that_did_not_run_and_kept_with_the_run_that_gave_them() -> None:
+    old = records.Record("pytest -k x", {"date": "yesterday", "commit": "c0", "cpu": "some"}, {"test_x[1]": recorded()})
+    new = records.row_of("test_y", [1.0, 2.0], {})
+    assert records.compare_all([new], old.rows) == ([], ["test_y"], ["test_x[1]"])
+    (kept,) = old.kept(["test_x[1]", "test_gone"])
+    assert kept == recorded() | {"earlier": {"command": "pytest -k x", "date": "yesterday", "commit": "c0"}}
+    again = records.Record("pytest", {}, {"test_x[1]": kept})
+    assert again.kept(["test_x[1]"]) == [kept] and again.kept([]) == []
 
 
 def test_what_else_differs_from_the_record_is_named() -> None:
@@ -80,15 +102,31 @@ def test_files_of_another_form_are_not_compared(tmp_path: Path, content: str) ->
 ROWS = """
 import pytest
 
-@pytest.mark.parametrize("size", [1])
-def test_x(benchmark, size):
+@pytest.mark.parametrize("size", ["a"])
+def test_x(benchmark, size, device):
     benchmark.extra_info["tokens"] = {tokens}
+    benchmark.extra_info["on"] = device
     benchmark.pedantic(lambda: sum(range(1000)), rounds=5)
 
 @pytest.mark.gpu
 def test_on_a_gpu(benchmark):
-    benchmark(lambda: None)
+    benchmark.pedantic(lambda: None, rounds=2)
 """
+MORE = (
+    ROWS
+    + """
+def test_y(benchmark):
+    benchmark.extra_info["tokens"] = 1
+    benchmark.pedantic(lambda: None, rounds=2)
+"""
+)
+NAMED = {"test_x[a]", "test_y"}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of xdist takes no times."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
 
 
 def plugin() -> ModuleType:
@@ -100,29 +138,42 @@ def plugin() -> ModuleType:
     return module
 
 
-def run(pytester: pytest.Pytester, bench: str, *arguments: str) -> tuple[int, str]:
+def run(pytester: pytest.Pytester, bench: str, *arguments: str, gpu: bool = False) -> tuple[int, str]:
     pytester.makepyfile(bench_x=bench)
     sys.modules.pop("bench_x", None)
-    done = pytester.runpytest("bench_x.py", "--results=kept", *arguments, plugins=[plugin()])
-    return int(done.ret), done.stdout.str()
+    conftest = plugin()
+    vars(conftest).update(
+        has_gpu=lambda: gpu,
+        machine_folder=lambda device: f"some-{device}",
+        environment=lambda device: {"threads": 2, "gpu": "some" if device == "cuda" else None},
+    )
+    chosen = [] if any("bench_x.py" in argument for argument in arguments) else ["bench_x.py"]
+    done = pytester.runpytest(*chosen, "--results=kept", *arguments, plugins=[conftest])
+    return int(done.ret), done.stdout.str() + done.stderr.str()
 
 
-@pytest.mark.skipif(harness.has_gpu(), reason="there is one")
+def kept(pytester: pytest.Pytester, device: str = "cpu") -> dict[str, Any]:
+    """What is recorded, its rows by name."""
+    record: dict[str, Any] = json.loads((pytester.path / "kept" / f"some-{device}" / "bench_x.json").read_text())
+    return record | {"rows": {row["name"]: row for row in record["rows"]}}
+
+
 def test_a_recorded_run_agrees_with_itself_and_a_changed_count_fails(pytester: pytest.Pytester) -> None:
     code, text = run(pytester, ROWS.format(tokens=7))
     assert code == 0 and "bench_x.json: nothing recorded" in text
     code, text = run(pytester, ROWS.format(tokens=7), "--record", "--benchmark-json=also.json")
     assert code == 0 and "bench_x.json: 1 rows written" in text
-    assert json.loads((pytester.path / "also.json").read_text())["benchmarks"][0]["extra_info"] == {"tokens": 7}
-    record = json.loads((pytester.path / "kept" / "bench_x.json").read_text())
+    also = json.loads((pytester.path / "also.json").read_text())
+    assert also["benchmarks"][0]["extra_info"] == {"tokens": 7, "on": "cpu"}
+    record = kept(pytester)
     assert record["command"].startswith("pytest bench_x.py --results=kept --record --benchmark-json=also.json")
-    assert {"cpu", "threads", "cpu_capability", "versions", "date"} <= set(record["environment"])
-    assert [(row["name"], row["rounds"], row["extra_info"]) for row in record["rows"]] == [
-        ("test_x[1]", 5, {"tokens": 7})
+    assert record["environment"] == {"threads": 2, "gpu": None}
+    assert [(name, row["rounds"], row["extra_info"]["tokens"]) for name, row in record["rows"].items()] == [
+        ("test_x[a]", 5, 7)
     ]
 
     code, text = run(pytester, ROWS.format(tokens=7))
-    assert code == 0 and "│ test_x[1] │ median ms" in text and "CHANGED" not in text
+    assert code == 0 and "│ test_x[a] │ median ms" in text and "CHANGED" not in text
     code, text = run(pytester, ROWS.format(tokens=8))
     assert code == 1 and "CHANGED" in text and "a count differs" in text
     code, text = run(pytester, ROWS.format(tokens=8), "--record")
@@ -132,7 +183,54 @@ def test_a_recorded_run_agrees_with_itself_and_a_changed_count_fails(pytester: p
 def test_a_file_whose_bench_failed_is_not_recorded(pytester: pytest.Pytester) -> None:
     failing = ROWS.format(tokens=7) + "\ndef test_wrong(benchmark):\n    benchmark(lambda: None)\n    assert False\n"
     code, text = run(pytester, failing, "--record", "--benchmark-max-time=0.01")
-    assert code == 1 and "not written" in text and not (pytester.path / "kept" / "bench_x.json").exists()
+    assert code == 1 and "not written" in text and not (pytester.path / "kept").exists()
+
+
+@pytest.mark.parametrize("chosen", [["-k", "test_x"], ["bench_x.py::test_x"]], ids=" ".join)
+def test_some_rows_of_a_file_are_recorded_beside_the_others(pytester: pytest.Pytester, chosen: list[str]) -> None:
+    run(pytester, MORE.format(tokens=7), "--record")
+    before = kept(pytester)
+    code, text = run(pytester, MORE.format(tokens=8), "--record", *chosen)
+    record = kept(pytester)
+    assert code == 0 and "1 rows written, 1 kept" in text and set(record["rows"]) == NAMED
+    assert record["rows"]["test_x[a]"]["extra_info"]["tokens"] == 8 and "earlier" not in record["rows"]["test_x[a]"]
+    assert record["rows"]["test_y"].pop("earlier")["command"] == before["command"] != record["command"]
+    assert record["rows"]["test_y"] == before["rows"]["test_y"]
+    code, text = run(pytester, MORE.format(tokens=8), *chosen)
+    assert code == 0 and "bench_x: not run: test_y" in text
+
+
+def test_rows_of_benches_that_are_gone_go_and_those_of_another_machine_are_not_mixed_in(
+    pytester: pytest.Pytester,
+) -> None:
+    run(pytester, MORE.format(tokens=7), "--record")
+    path = pytester.path / "kept" / "some-cpu" / "bench_x.json"
+    record = json.loads(path.read_text())
+    record["environment"]["threads"] += 1
+    path.write_text(json.dumps(record))
+    code, text = run(pytester, MORE.format(tokens=8), "--record", "-k", "test_x")
+    assert code == 1 and "not written, not all of its rows ran, and threads now" in text
+    assert json.loads(path.read_text()) == record
+    code, text = run(pytester, ROWS.format(tokens=8), "--record")
+    assert code == 0 and set(kept(pytester)["rows"]) == {"test_x[a]"}
+
+
+def test_what_ran_on_a_gpu_lies_in_its_folder_and_what_ran_on_the_cpu_beside_it_does_not(
+    pytester: pytest.Pytester,
+) -> None:
+    code, _ = run(pytester, MORE.format(tokens=7), "--record", gpu=True)
+    cpu, cuda = kept(pytester), kept(pytester, "cuda")
+    assert code == 0 and set(cpu["rows"]) == NAMED and cpu["rows"]["test_x[a]"]["extra_info"]["on"] == "cpu"
+    assert (cpu["environment"]["gpu"], cuda["environment"]["gpu"]) == (None, "some")
+    assert set(cuda["rows"]) == {"test_on_a_gpu"}
+    run(pytester, MORE.format(tokens=7), "--record", "--device=cuda", gpu=True)
+    assert set(kept(pytester, "cuda")["rows"]) == {"test_x[a]", "test_on_a_gpu"}
+    assert kept(pytester, "cuda")["rows"]["test_x[a]"]["extra_info"]["on"] == "cuda"
+
+
+def test_a_device_that_is_not_there_ends_the_run(pytester: pytest.Pytester) -> None:
+    code, text = run(pytester, ROWS.format(tokens=7), "--device=cuda")
+    assert code == pytest.ExitCode.USAGE_ERROR and "there is no CUDA device" in text
 
 
 # ---- the machine -------------------------------------------------------------------------------------
@@ -154,12 +252,36 @@ def test_a_cpus_folder_has_its_name_and_what_torch_makes_of_it(name: str, capabi
 def test_an_environment_names_what_decides_a_time() -> None:
     found = harness.environment()
     assert found["cpu"] == harness.cpu_name() and found["threads"] >= 1 and found["cpu_capability"]
+    assert found["versions"]["torch"] and found["date"]
     assert harness.gpu_folder("NVIDIA H200") == "nvidia-h200"
+
+
+def test_what_a_cpu_measures_is_not_said_to_be_of_the_gpu_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "has_gpu", lambda: True)
+    monkeypatch.setattr(harness.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert harness.environment("cpu")["gpu"] is None
+    assert harness.machine_folder().startswith("cpu-") and harness.machine_folder("cuda") == "nvidia-h200"
 
 
 def test_a_time_is_shown_beside_its_floor() -> None:
     assert harness.floor_columns(20.0, 43_000_000, 0, 4300, 788) == {"floor us": 10.0, "x floor": 2.0}
     assert harness.floor_columns(20.0, 1, 7_880_000_000, 4300, 788)["x floor"] == 2.0
+
+
+def test_calls_that_should_find_nothing_in_the_cache_have_inputs_and_results_of_their_own() -> None:
+    x = harness.torch.ones(64)
+    places: list[int] = []
+
+    def add(a: Any, b: Any) -> Any:
+        out = a + b
+        places.extend(t.data_ptr() for t in (a, b, out))
+        assert out.sum() == 128
+        return out
+
+    calls = harness.cold_calls(add, (x, x), 768, 32 * 768)
+    for call in calls:
+        call()
+    assert len(calls) == 64 and len({*places}) == 3 * 64
 
 
 class Pedantic:

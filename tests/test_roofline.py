@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import math
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import roofline
@@ -146,6 +149,37 @@ def test_a_step_of_8b_in_q4_is_what_a_pencil_gives() -> None:
     assert found.shares["kv"] == pytest.approx(layers * 4096 * 4096 / copy)
 
 
+def test_attention_of_many_rows_is_counted_at_the_rate_of_any_product() -> None:
+    h200, slow = GPUS["H200 SXM"], replace(GPUS["H200 SXM"], tflops={**GPUS["H200 SXM"].tflops, "bf16 by warp": 1.0})
+    found = prefill_floor("8B", "q4", h200, 1024, chunk=1024)
+    assert found == prefill_floor("8B", "q4", slow, 1024, chunk=1024)
+    append = 36 * pages.append_kv_bytes(KVLayout(1, 8, 128, torch.bfloat16), 1024) / 4.3e6
+    assert found.parts["attention"] == pytest.approx(append + 36 * 4 * 32 * 128 * (1024 * 1025 // 2) / 788e6)
+
+
+def test_a_step_whose_weights_keys_and_values_exceed_the_memory_does_not_fit() -> None:
+    assert not step_floor("70B", "bf16", "H100 SXM", 1, 64).fits and step_floor("70B", "q4", "H100 SXM", 1, 64).fits
+    made = decoder("8B", "q4")
+    tokens = (GPUS["L4"].memory_bytes - made.weight_bytes) // made.token_bytes
+    assert [step_floor(made, "q4", "L4", 1, tokens + more).fits for more in (0, 1)] == [True, False]
+    assert not step_floor(made, "q4", "L4", 1, tokens, drafts=1).fits
+    assert [prefill_floor(made, "q4", "L4", tokens + more, chunk=tokens + 1).fits for more in (0, 1)] == [True, False]
+    code, text = run("--model", "8B", "--gpu", "L4", "--batch", "1", "64", "--json")
+    content = json.loads(text)
+    assert code == 0 and [row["fits"] for row in content["rows"]] == [True, False] and content["prefill"]["fits"]
+    rows = [line for line in run("--model", "8B", "--gpu", "L4", "1", "64")[1].splitlines() if line.startswith("│")]
+    assert [roofline.DOES_NOT_FIT in row for row in rows] == [False, True]
+    assert "ms, does not fit" in run("--model", "70B", "--gpu", "L4", "1")[1]
+
+
+@pytest.mark.parametrize("floor", [partial(step_floor, batch=1, context=64), partial(prefill_floor, tokens=64)])
+def test_weights_other_than_those_a_decoder_was_made_with_are_refused(floor: Any) -> None:
+    made = decoder("0.6B", "q8")
+    assert floor(made, "q8", gpu="L4") == floor("0.6B", "q8", gpu="L4")
+    with pytest.raises(ValueError, match=r"weights 'q4': the decoder of 0\.6B was made with 'q8'"):
+        floor(made, "q4", gpu="L4")
+
+
 @pytest.mark.parametrize("weights", roofline.FORMATS)
 @pytest.mark.parametrize("model", roofline.MODELS)
 def test_parts_and_shares_add_up_to_the_step(model: str, weights: str) -> None:
@@ -239,7 +273,7 @@ def test_the_command_gives_json_of_the_same_floors() -> None:
         (["--weights", "q3"], "q4, q8, w8a8, bf16"),
         (["--batch", "0"], "batch is 0, expected at least 1"),
         (["--context", "0"], "context is 0"),
-        (["--draft", "-1"], "drafts"),
+        (["--draft", "-1"], "drafts is -1, expected at least 0"),
     ],
 )
 def test_the_command_refuses_in_one_line_that_names_the_choices(arguments: list[str], named: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -68,6 +69,35 @@ def test_a_pinned_model_that_makes_room_is_found(monkeypatch: pytest.MonkeyPatch
         return admit(self, name, weights, False)
 
     assert any("the pinned one stays" in name for name in failed(monkeypatch, Pool, "admit", unpinned, "many"))
+
+
+def test_a_pool_that_gives_up_the_latest_first_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is the same pool's, so what is known of the ten models decides."""
+    latest = lambda self, resident: (0.0, -resident.stamp, resident.name)  # noqa: E731
+    assert any("Ten small models" in name for name in failed(monkeypatch, Pool, "_rank", latest, "many"))
+
+
+def test_any_error_fails_its_check_and_not_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Session, ids: list[int]) -> Tensor:
+        raise ZeroDivisionError("in a kernel")
+
+    only(monkeypatch, "chunks", "reload")
+    monkeypatch.setattr(Session, "append", broken)
+    found = list(selfcheck())
+    assert [check.passed for check in found] == [True, False, True]
+    assert found[1].detail == "ZeroDivisionError: in a kernel"
+
+
+def test_every_engine_of_the_checks_is_on_the_device_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "many")
+    begin, devices = Engine.__init__, []
+
+    def noted(self: Engine, device: str = "auto", *args: Any, **options: Any) -> None:
+        devices.append(device)
+        begin(self, device, *args, **options)
+
+    monkeypatch.setattr(Engine, "__init__", noted)
+    assert all(check.passed for check in selfcheck(device="cpu")) and devices == ["cpu"] * 3
 
 
 def test_a_quarantine_that_leaves_a_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -345,11 +345,6 @@ def test_targets_stand_beside_their_cases() -> None:
     assert bench_matmul.target_of("q8-row", 8192, 8192, 16) == "19.5 us"
     assert gpu_run.meets({"us": 11.0, "x cuBLAS": 3.1, "target": "11.5 us, 3.00x"})
     assert not gpu_run.meets({"us": 11.0, "x cuBLAS": 2.9, "target": "11.5 us, 3.00x"})
-    for target in bench_matmul.TARGETS:
-        if target.floor_us is not None:
-            n, k = target.shapes[0]
-            nbytes = harness.made_up_weight(target.weights, n, k, seed=None).nbytes
-            assert math.isclose(nbytes / 4.3e6, target.floor_us, rel_tol=0.05)
 
 
 @pytest.mark.aot

@@ -8,7 +8,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from polymodel.sim import run
+from polymodel.sim import Arrival, Served, run
 from polymodel.workloads import simulated
 from polymodel.workloads.report import Report, Setting
 from polymodel.workloads.simulated import CODE, CONVERSATION, WORKLOADS, Traffic
@@ -28,7 +28,7 @@ def test_misses_of_24_models_under_zipf_are_within_a_tenth_of_a_point_of_what_is
     assert rows["alone", "lru"]["misses_percent"] == pytest.approx(29.0, abs=0.1)
     assert rows["alone", "lru"]["stall_ms_a_request"] == pytest.approx(44, abs=0.5)
     assert rows["in bursts", "lru"]["misses_percent"] == pytest.approx(1.4, abs=0.1)
-    assert len(report.gates) == 5
+    assert len(report.gates) == 6
 
 
 def test_hot_and_cold_models_as_known() -> None:
@@ -37,6 +37,7 @@ def test_hot_and_cold_models_as_known() -> None:
         ("lru", 29, 24),
         ("lru+backout", 30, 20),
     ]
+    assert (report.shape["budget_kb"], report.rows[0]["hit_rate"], report.rows[0]["final_warm"]) == (2325, 0.58, 2)
 
 
 def test_a_swap_queue_batched_by_model_waits_a_fiftieth_of_fifo() -> None:
@@ -57,7 +58,18 @@ def test_a_lane_that_falls_behind_does_not_spend_its_time_on_paging() -> None:
     report = passed(RUNS["arrivals"](QUIET))
     page_ins = {(row["trace"], row["lane"]): row["page_ins"] for row in report.rows}
     assert page_ins["code", "byte-drr"] < 30 < page_ins["code", "round-robin"]
-    assert len(report.rows) == 10
+    in_time = [row["slo_attained_percent"] for row in report.rows]
+    assert 0 <= min(in_time) < max(in_time) <= 100
+    assert len(report.rows) == 10 and "ttft up to 2.0 s" in report.shape["slo"]
+
+
+def test_a_request_is_in_time_by_its_first_token_and_by_the_pace_of_the_others() -> None:
+    def is_in_time(first: float, last: float) -> bool:
+        one = Served(Arrival(10.0, "a", 5, 11), 0, 10.0)
+        one.first, one.last = 10 + first, 10 + last
+        return simulated.is_in_time(one)
+
+    assert is_in_time(2.0, 2.9) and not is_in_time(2.1, 2.9) and not is_in_time(2.0, 3.1)
 
 
 @pytest.mark.slow

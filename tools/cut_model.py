@@ -10,11 +10,14 @@ rounded to q8 and q4 as a GPU stores them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
 import typer
@@ -165,8 +168,10 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     cut(resolve(source), out / MODEL, layers)
     write_reference(out / MODEL, out)
-    for name in (MODEL, REFERENCE):
-        print(f"{out / name}: {(out / name).stat().st_size / 2**20:.1f} MiB")
+    sizes = {out / name: (out / name).stat().st_size / 2**20 for name in (MODEL, REFERENCE)}
+    for path, size in sizes.items():
+        print(f"{path}: {size:.1f} MiB")
+    print(f"to carry: {sum(sizes.values()):.1f} MiB")
 
 
 if __name__ == "__main__":

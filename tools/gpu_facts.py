@@ -6,15 +6,16 @@ order, so every probe is compared with the exact sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import compile_check
 import torch
 import triton
 import triton.language as tl
 from dryrun import dryrun
-from gpu_section import DRY_ARCH, Run, differing
+from gpu_section import DRY_ARCH, TO_BE_KNOWN, Run, differing
 from torch import Tensor
 
 from csrc_triton.launch import OPTIONS
@@ -177,21 +178,34 @@ def probe_operands(
 # ---- the section ---------------------------------------------------------------------------------------
 
 
+EXACT = "exact sums by wgmma n64"  # of int8
+
+
+def fact_names() -> list[str]:
+    """All that `facts` judges on a GPU."""
+    return [f"{word}: {fact}" for word in DTYPES for fact in (*[EXACT][word != "int8" :], *FACTS)]
+
+
 def facts(run: Run) -> None:
     """Every fact for every dtype."""
     wgmma = run.dry or torch.cuda.get_device_capability()[0] == 9
     names = DRY if run.dry else tuple(PROBES) if wgmma else ELSEWHERE
     if run.dry:
         _compiled(run)
-    for word, dtype in DTYPES.items():
+    for word in DTYPES:
         if run.left() < 0:
             return
-        counts = probe_counts(run, dtype, {name: PROBES[name] for name in names})
-        run.found[f"{word}: differing"] = counts
-        if dtype == torch.int8:
-            _fact(run, f"{word}: exact sums by wgmma n64", (BASE,), True, counts)
-        for fact, (probes, promised) in FACTS.items():
-            _fact(run, f"{word}: {fact}", probes, promised or dtype == torch.int8, counts)
+        run.attempt(f"{word}: probes", partial(_of_dtype, run, word, names))
+
+
+def _of_dtype(run: Run, word: str, names: Sequence[str]) -> None:
+    dtype = DTYPES[word]
+    counts = probe_counts(run, dtype, {name: PROBES[name] for name in names})
+    run.found[f"{word}: differing"] = counts
+    if dtype == torch.int8:
+        _fact(run, f"{word}: {EXACT}", (BASE,), True, counts)
+    for fact, (probes, promised) in FACTS.items():
+        _fact(run, f"{word}: {fact}", probes, promised or dtype == torch.int8, counts)
 
 
 def _fact(
@@ -199,11 +213,12 @@ def _fact(
 ) -> None:
     there = [probe for probe in probes if probe in counts]
     if not there:
+        run.row(name, "not probed here", TO_BE_KNOWN)
         return
     total = sum(sum(counts[probe].values()) for probe in there)
     by = " (interpreter)" if run.dry else ""
     value = f"{total} elements differ" if total else f"equal bits{by}"
-    run.row(name, value, "equal bits" if promised else "to be known", total == 0 if promised else None)
+    run.row(name, value, "equal bits" if promised else TO_BE_KNOWN, total == 0 if promised else None)
 
 
 def probe_counts(run: Run, dtype: torch.dtype, probes: Mapping[str, Probe]) -> dict[str, dict[str, int]]:
@@ -211,14 +226,13 @@ def probe_counts(run: Run, dtype: torch.dtype, probes: Mapping[str, Probe]) -> d
     m, n, k = (64, 64, 256) if run.dry else (512, 128, 4096)
     kinds = INT8_SETS if dtype == torch.int8 else SETS
     counts: dict[str, dict[str, int]] = {name: {} for name in probes if name != BASE or dtype == torch.int8}
-    with run.kernels():
-        for kind in kinds[:1] if run.dry else kinds:
-            for seed in range(1 if run.dry else 4):
-                a, b = probe_operands(kind, m, n, k, run.device, dtype, seed)
-                exact = dtype == torch.int8
-                expected = (a.double() @ b.double().T).int() if exact else run_probe(probes[BASE], a, b)
-                for name, of_kind in counts.items():
-                    of_kind[kind] = of_kind.get(kind, 0) + differing(run_probe(probes[name], a, b), expected)
+    for kind in kinds[:1] if run.dry else kinds:
+        for seed in range(1 if run.dry else 4):
+            a, b = probe_operands(kind, m, n, k, run.device, dtype, seed)
+            exact = dtype == torch.int8
+            expected = (a.double() @ b.double().T).int() if exact else run_probe(probes[BASE], a, b)
+            for name, of_kind in counts.items():
+                of_kind[kind] = of_kind.get(kind, 0) + differing(run_probe(probes[name], a, b), expected)
     return counts
 
 

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from cut_model import MODEL, NUM_TOKENS, REFERENCE, Prompt, read_reference, write_reference
-from gpu_section import Run
+from gpu_section import Outcome, Run
 from harness import ROOT
 from torch import Tensor
 
@@ -72,6 +73,9 @@ def folder_of(run: Run) -> Path | None:
     return folder
 
 
+Promise = Callable[[Model, str], Iterator[Outcome]]
+
+
 @contextmanager
 def hosted(run: Run, folder: Path) -> Iterator[Model]:
     path = folder / MODEL if (folder / MODEL).exists() else folder
@@ -79,8 +83,9 @@ def hosted(run: Run, folder: Path) -> Iterator[Model]:
     with Engine(device=run.device, budget="8GiB", kv_budget=KV_BUDGET[run.dry], config=config) as engine:
         made = Model(engine, read_reference(folder), 8 if run.dry else NUM_TOKENS)
         for weights in WEIGHTS[:1] if run.dry else WEIGHTS:
-            engine.add(weights, path, weights=weights, twin="q4" if weights != "q4" else "q8")
-            made.names.append(weights)
+            add = partial(engine.add, weights, path, weights=weights, twin="q4" if weights != "q4" else "q8")
+            run.attempt(f"{weights}: hosted", add, by_kernels=False)
+            made.names.extend([weights] if weights in engine else [])
         yield made
 
 
@@ -88,16 +93,25 @@ def model(run: Run) -> None:
     """Values, then promises."""
     folder = folder_of(run)
     if folder is None:
-        run.row("a model", f"absent: no {REFERENCE} in {run.model or FOLDER}; tools/cut_model.py makes it")
+        run.row("a model", f"absent: no {REFERENCE} in {run.model or FOLDER}; tools/cut_model.py makes it", "there")
         return
     with hosted(run, folder) as made:
         for name in made.names:
-            compare(run, made, name)
+            run.attempt(f"{name}: logits", partial(compare, run, made, name), by_kernels=False)
         for promise, check in PROMISES.items():
             if run.left() < 0:
                 return
-            problems = [f"{name}: {problem}" for name in made.names for problem in check(made, name)]
-            run.promise(promise, problems, "CPU")
+            run.attempt(promise, partial(run.promise, promise, _all(made, check), "CPU"), by_kernels=False)
+
+
+def judged() -> list[str]:
+    """All that `model` judges on a GPU."""
+    return [*(f"{name}: logits" for name in WEIGHTS), f"{WEIGHTS[0]}: tokens", *PROMISES]
+
+
+def _all(made: Model, check: Promise) -> Iterator[Outcome]:
+    for name in made.names:
+        yield from (outcome and f"{name}: {outcome}" for outcome in check(made, name))
 
 
 # ---- values --------------------------------------------------------------------------------------------
@@ -132,7 +146,7 @@ def compare(run: Run, made: Model, name: Weights) -> None:
                     faults += [f"token {at}: {other}, not {token} with margin {margin:.2f}"] * (margin > allowed)
                 found = session.append([token])
     limit = TOLERANCE[name]
-    run.row(f"{name}: logits, relative RMS", f"{worst:.4f}", f"<= {limit}", worst <= limit)
+    run.row(f"{name}: logits", f"{worst:.4f} relative RMS", f"<= {limit}", worst <= limit)
     if name == "file":
         value = f"{count - close - len(faults)} of {count} equal, {close} by less than the tolerance"
         target = f"equal where the margin is over {MARGIN:.0f} tolerances"
@@ -141,15 +155,12 @@ def compare(run: Run, made: Model, name: Weights) -> None:
 
 # ---- promises ------------------------------------------------------------------------------------------
 
-Promise = Callable[[Model, str], Iterator[str]]
+
+def _different(what: str, found: Tensor | None, expected: Tensor | None) -> str | None:
+    return what if found is None or expected is None or not torch.equal(found, expected) else None
 
 
-def _different(what: str, found: Tensor | None, expected: Tensor | None) -> Iterator[str]:
-    if found is None or expected is None or not torch.equal(found, expected):
-        yield what
-
-
-def alone_or_together(made: Model, name: str) -> Iterator[str]:
+def alone_or_together(made: Model, name: str) -> Iterator[Outcome]:
     """Eight prompts of different lengths, prefilled and decoded together and alone."""
     prompts = [made.ids(5 + 9 * i, 11 * i) for i in range(8)]
     with made.engine.batch(name, len(prompts)) as batch:
@@ -160,24 +171,24 @@ def alone_or_together(made: Model, name: str) -> Iterator[str]:
         with made.engine.session(name) as session:
             logits = session.append(ids)
             for step in steps:
-                yield from _different(f"row {i} of {len(prompts)}", step[i], logits)
+                yield _different(f"row {i} of {len(prompts)}", step[i], logits)
                 logits = session.append([int(logits.argmax())])
 
 
-def chunks(made: Model, name: str) -> Iterator[str]:
+def chunks(made: Model, name: str) -> Iterator[Outcome]:
     """A prompt whole, and in chunks of 64, 7 and 1."""
     ids = made.ids(150)
     with made.after(name, ids) as whole:
         for size in (64, 7, 1):
             with made.after(name, ids, size) as other:
-                yield from _different(f"chunks of {size}", other.logits, whole.logits)
-                yield from _different(f"pages of chunks of {size}", other.pages.dump(), whole.pages.dump())
+                yield _different(f"chunks of {size}", other.logits, whole.logits)
+                yield _different(f"pages of chunks of {size}", other.pages.dump(), whole.pages.dump())
 
 
 DRAFTS: tuple[Any, ...] = ("twin", "ngram", Draft("twin", tokens=4, width=3), Draft(("ngram", "twin"), tokens=6))
 
 
-def drafted(made: Model, name: str) -> Iterator[str]:
+def drafted(made: Model, name: str) -> Iterator[Outcome]:
     """By the twin, by lookup, as a tree and as both: tokens, greedy and drawn, and a replay."""
     ids = made.ids(40) * 2
     for options in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 1}):
@@ -185,41 +196,42 @@ def drafted(made: Model, name: str) -> Iterator[str]:
         plain = made.engine.generate(name, draft=None, **ask)
         for draft in DRAFTS:
             output = made.engine.generate(name, draft=draft, **ask)
-            if output.tokens != plain.tokens:
-                yield f"{draft}, {options}"
+            yield f"{draft}, {options}" if output.tokens != plain.tokens else None
         try:
             made.engine.verify_exact(output)
         except NotExact as error:
             yield str(error)
+        else:
+            yield None
 
 
-def edited(made: Model, name: str) -> Iterator[str]:
+def edited(made: Model, name: str) -> Iterator[Outcome]:
     """A clone, a rollback, and a span that is evicted and repaired, beside sessions that never saw it."""
     ids, more = made.ids(130), made.ids(20, 200)
     with made.after(name, ids) as session, made.after(name, ids + more) as longer:
         with session.clone() as twin:
-            yield from _different("clone", twin.append(more), longer.logits)
+            yield _different("clone", twin.append(more), longer.logits)
         session.append(made.ids(30, 300))
         session.rollback(30)
-        yield from _different("rollback", session.append(more), longer.logits)
+        yield _different("rollback", session.append(more), longer.logits)
     with made.after(name, ids) as session, made.after(name, ids[:20] + ids[50:]) as other:
         session.evict(slice(20, 50))
         session.repair()
-        yield from _different("evict and repair", session.logits, other.logits)
-        yield from _different("pages after a repair", session.pages.dump(), other.pages.dump())
+        yield _different("evict and repair", session.logits, other.logits)
+        yield _different("pages after a repair", session.pages.dump(), other.pages.dump())
 
 
-def moved_out(made: Model, name: str) -> Iterator[str]:
+def moved_out(made: Model, name: str) -> Iterator[Outcome]:
     """Pages to the host and back, then the weights out and loaded again."""
     ids, more = made.ids(100), made.ids(9, 120)
     with made.after(name, ids) as session, made.after(name, ids + more) as stayed:
         session.swap_out()
         session.swap_in()
-        yield from _different("pages", session.append(more), stayed.logits)
+        yield _different("pages", session.append(more), stayed.logits)
         for other in list(made.engine):  # what an equal matrix holds would not be loaded again
             made.engine.unload(other)
         session.rollback(len(more))
-        yield from _different("weights", session.append(more), stayed.logits)
+        yield _different("weights", session.append(more), stayed.logits)
 
 
 PROMISES: dict[str, Promise] = {
@@ -232,45 +244,51 @@ PROMISES: dict[str, Promise] = {
 
 # ---- speed ---------------------------------------------------------------------------------------------
 
+REPETITIONS = 5  # of what is timed, after one that is not
+
 
 def speed(run: Run) -> None:
-    """Tokens a second: decode by batch, prefill by length; medians of three."""
+    """Tokens a second: decode by batch, prefill by length; the median of repetitions, the least and the most."""
     folder = folder_of(run)
     if folder is None:
         run.row("a model", f"absent: no {REFERENCE} in {run.model or FOLDER}")
         return
     by = " (CPU, random model)" if run.dry else ""
-    sizes, steps = ((1, 2), 2) if run.dry else ((1, 8, 64), 64)
+    sizes, steps, count = ((1, 2), 2, 64) if run.dry else ((1, 8, 64), 64, 2048)
     with hosted(run, folder) as made:
         for name in made.names:
-            rates = run.found.setdefault("decode tokens/s", {}).setdefault(name, {})
             for size in sizes:
                 if run.left() < 0:
                     return
-                rates[str(size)] = rate = decode_rate(made, name, size, steps)
-                run.row(f"{name}: decode, batch {size}, tokens/s{by}", rate)
-            count = 64 if run.dry else 2048
-            run.found.setdefault("prefill tokens/s", {})[name] = rate = prefill_rate(made, name, count)
-            run.row(f"{name}: prefill of {count}, tokens/s{by}", rate)
+                rates = decode_rates(made, name, size, steps)
+                run.found.setdefault("decode tokens/s", {}).setdefault(name, {})[str(size)] = rates
+                run.row(f"{name}: decode, batch {size}, tokens/s{by}", in_words(rates))
+            run.found.setdefault("prefill tokens/s", {})[name] = rates = prefill_rates(made, name, count)
+            run.row(f"{name}: prefill of {count}, tokens/s{by}", in_words(rates))
 
 
-def decode_rate(made: Model, name: str, size: int, steps: int) -> float:
+def in_words(rates: Sequence[float]) -> str:
+    return f"{statistics.median(rates):.0f} ({min(rates):.0f} to {max(rates):.0f})"
+
+
+def decode_rates(made: Model, name: str, size: int, steps: int) -> list[float]:
+    """Of each repetition."""
     with made.engine.batch(name, size) as batch:
-        logits = batch.prefill_each([made.ids(32, 7 * i) for i in range(size)])
-        times = []
-        for _ in range(3):
+        logits, times = batch.prefill_each([made.ids(32, 7 * i) for i in range(size)]), []
+        for _ in range(1 + REPETITIONS):
             start = time.perf_counter()
             for _ in range(steps):
                 logits = batch.step(logits.argmax(1).tolist())
+            int(logits[0, 0])  # waits for the last
             times.append(time.perf_counter() - start)
-    return size * steps / statistics.median(times)
+    return [size * steps / seconds for seconds in times[1:]]
 
 
-def prefill_rate(made: Model, name: str, count: int) -> float:
+def prefill_rates(made: Model, name: str, count: int) -> list[float]:
     times = []
-    for i in range(4):
+    for i in range(1 + REPETITIONS):
         with made.engine.session(name) as session:
             start = time.perf_counter()
             int(session.append(made.ids(count, i)).argmax())  # waits for it
             times.append(time.perf_counter() - start)
-    return count / statistics.median(times[1:])
+    return [count / seconds for seconds in times[1:]]

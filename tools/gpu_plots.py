@@ -55,12 +55,14 @@ def matmul(results: Results, axes: Any) -> bool:
 
 
 def batch(results: Results, axes: Any) -> bool:
-    """Tokens a second of all sequences together."""
-    rates = _found(results, "speed").get("decode tokens/s", {})
-    if not any(rates.values()):
+    """Tokens a second of all sequences together, beside a session that decodes alone."""
+    rows = _found(results, "workloads").get("batch", {}).get("rows", ())
+    points = [row for row in rows if "batch" in row and "peak" not in row]
+    if not points:
         return False
-    for name, of_size in rates.items():
-        axes.plot([int(size) for size in of_size], list(of_size.values()), marker="o", label=name)
+    alone = next(row["baseline_b1_tok_per_sec"] for row in rows if "baseline_b1_tok_per_sec" in row)
+    axes.plot([row["batch"] for row in points], [row["agg_tok_per_sec"] for row in points], marker="o", label="a batch")
+    axes.axhline(alone, color="C3", label="one session, step by step")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set(title="decode of the cut model", xlabel="sequences", ylabel="tokens/s")

@@ -1,51 +1,67 @@
 """One run on a GPU: the machine and its ceilings, hardware facts, every kernel by value and bit, a model, the benches.
 
-    python tools/gpu_run.py [--minutes 9.5] [--out DIR] [--only facts --only matmul] [--model FOLDER] [--wheels FOLDER]
+    python tools/gpu_run.py [--minutes 8.5] [--out DIR] [--only facts --only matmul] [--model FOLDER] [--wheels FOLDER]
     python tools/gpu_run.py --dry        no GPU: every section in small, by interpreter, dry run and static model
     python tools/gpu_run.py --plots DIR/results.json
 
 Every section is a process of its own, so that a fault or a hang costs one section. Those that only judge values and
-bits run side by side, as the compiler is what they wait for; those that time anything have the GPU to themselves.
-DIR/results.json is written anew whenever something is known, so that a run cut short, or killed, leaves all of it; a
-table at the end says what held. Needs no network; FOLDER of --model is one of tools/cut_model.py, that of --wheels
-holds wheels of peers (PEERS) and of packages that the tests need.
+bits run side by side, as the compiler is what they wait for; those that time anything have the GPU to themselves. Time
+is shared out by what each needs; what one leaves goes to those after it. DIR/results.json is written anew whenever
+something is known, so that a run cut short, or killed, leaves all of it; a table at the end says what held, and what
+was not judged. Needs no network and no install; FOLDER of --model is one of tools/cut_model.py, that of --wheels holds
+wheels of peers (PEERS).
 
 A section is an entry of SECTIONS: a name, its share of the time, and a function from a Run to rows of
-{"what", "value", "target", "holds"}; whatever else it finds it puts into run.found.
+{"what", "value", "target", "holds"}; whatever else it finds it puts into run.found. Rows that it should have and has
+not are "not reached". The exit status is 1 where a value or a bit does not hold, or a section fails.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("bench", "tests"))
+sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "bench", "tests"))
 
 import autotune
 import bench_attention
 import bench_matmul
+import gpu_exact
+import gpu_facts
+import gpu_memory
+import gpu_model
 import gpu_plots
+import gpu_values
 import torch
 import typer
 from dryrun import dryrun
-from gpu_exact import exact
-from gpu_facts import facts
-from gpu_memory import memory
-from gpu_model import model, speed
-from gpu_section import DRY_ARCH, POLL_SECONDS, Process, Row, Run, Stopped, finished, stoppable
-from gpu_values import values
+from gpu_section import (
+    DRY_ARCH,
+    NOT_REACHED,
+    POLL_SECONDS,
+    TO_BE_KNOWN,
+    Process,
+    Row,
+    Run,
+    Stopped,
+    born,
+    finished,
+    stoppable,
+)
 from harness import (
     ROOT,
     console,
@@ -62,16 +78,20 @@ from harness import (
 
 from csrc_triton import launch
 from csrc_triton.fused import rmsnorm
+from polymodel.selfcheck import selfcheck
+from polymodel.workloads.batch import run_batch
+from polymodel.workloads.report import Setting
+from polymodel.workloads.switch import run_switch
 
 COPY_GBS, CUBLAS_TFLOPS = 4300.0, 788.0  # of an H200
-START_SECONDS = 15  # of a section's process
+START_SECONDS, LATE_SECONDS = 15, 8  # of a section's process: its imports, and what it may be late by
+MIN_SECONDS = 10  # that a section needs to be of use
+RESERVED_SECONDS = 20  # of the run: for its pictures and its table
+JUDGES = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}  # they share the cores
+TEST_FILES = ("tests/test_gpu.py",)
+TEST_WORKERS = 8
 # packages to carry as wheels, by version; what the benches know of them is timed beside ours
-PEERS = {
-    "gemlite": "0.6.0.post2",
-    "humming-kernels": "0.1.20",
-    "flashinfer-python": "0.5.3",
-    "torchao": "0.17.0",
-}
+PEERS = dict([*bench_matmul.PACKAGES.values(), *bench_attention.PACKAGES.values()])
 
 # ---- machine -------------------------------------------------------------------------------------------
 
@@ -79,6 +99,8 @@ PEERS = {
 def machine(run: Run) -> None:
     """Environment, and the ceilings that rates are compared with."""
     run.found |= environment()
+    run.found["commit"] = run.commit or run.found["commit"]
+    run.row("commit", run.found["commit"] or "unknown: no .git here, and no --commit")
     run.row("GPU", run.found["gpu"] or "none: dry run")
     here = {name: version for name in PEERS if (version := installed(name)) is not None}
     run.found["peers"] = here
@@ -95,38 +117,45 @@ def machine(run: Run) -> None:
 
 # ---- tests -----------------------------------------------------------------------------------------------
 
+# of pytest -v: by a worker of xdist, and alone
+BY_WORKER = re.compile(r"^\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED) (\S+::.*?) *$", re.MULTILINE)
+ALONE = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b.*\[ *\d+%\]$", re.MULTILINE)
+
 
 def tests(run: Run) -> None:
-    """`pytest -m gpu`; in a dry run only the tests that there would be."""
-    files = [str(p) for p in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in p.read_text()]
-    run.found["files"] = [Path(file).name for file in files]
+    """`pytest -m gpu`; in a dry run only that the files are there."""
     if run.dry:
-        run.row("test files with GPU tests", len(files))
+        missing = [name for name in TEST_FILES if not (ROOT / name).exists()]
+        run.row(TESTS, f"{', '.join(missing) or 'none'} missing", "none missing", not missing)
         return
-    if not files:
-        run.row("GPU tests", "none", None, None)
-        return
-    if find_spec("gguf") is None:
-        run.row("pytest -m gpu", "absent: the tests need the package gguf, as a wheel in the folder of --wheels")
-        return
-    report = run.scratch / "gpu-tests.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", "-p", "no:cacheprovider"]
-    log, code = finished([*command, *files], run.left())
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
+    command += ["-n", str(TEST_WORKERS)] if find_spec("xdist") is not None else []
+    log, code = finished([*command, *TEST_FILES], run.left())
+    outcomes = outcomes_of(log)
     run.found |= {"exit": code, "log": log[-6000:]}
-    if not report.exists():
-        run.row("pytest -m gpu", "out of time" if code is None else f"exit {code}", "all pass", False)
-        return
-    suite = next(ElementTree.parse(report).iter("testsuite"))
-    count = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
-    failed = [
-        f"{c.get('classname')}::{c.get('name')}" for c in suite.iter("testcase") if len(c) and c[0].tag != "skipped"
-    ]
-    run.found |= {"counts": count, "failed": failed}
-    bad = count["failures"] + count["errors"]
-    passed = count["tests"] - bad - count["skipped"]
-    run.row(
-        "pytest -m gpu", f"{passed} pass, {bad} fail, {count['skipped']} skipped", "all pass", bad == 0 and passed > 0
-    )
+    run.found["failed"] = [name for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")]
+    run.row(TESTS, *tests_judged(outcomes, log, code))
+
+
+TESTS = "pytest -m gpu"
+
+
+def outcomes_of(log: str) -> dict[str, str]:
+    """Test -> what became of it, as far as pytest -v got."""
+    found = {match[1]: match[2] for match in ALONE.finditer(log)}
+    return found | {match[2]: match[1] for match in BY_WORKER.finditer(log)}
+
+
+def tests_judged(outcomes: dict[str, str], log: str, code: int | None) -> tuple[str, str, bool | None]:
+    """Value, target and whether it holds; code: None where time ran out."""
+    said = list(outcomes.values())
+    bad, passed = said.count("FAILED") + said.count("ERROR"), said.count("PASSED")
+    value = f"{passed} pass, {bad} fail, {said.count('SKIPPED')} skipped"
+    if code is None:
+        return f"out of time: {value}", "all pass", False if bad else None
+    if code and not bad:
+        return f"exit {code}: {(log.strip().splitlines() or [''])[-1][:160]}; {value}", "all pass", False
+    return value, "all pass", bad == 0 and passed > 0
 
 
 # ---- benches ---------------------------------------------------------------------------------------------
@@ -141,19 +170,26 @@ def matmul_bench(run: Run) -> None:
 
     def progress(result: dict[str, Any]) -> None:
         run.found |= result
+        for row in result["rows"]:
+            if row["target"]:
+                value = f"{row['us']:.2f} us, {row['x cuBLAS']:.2f}x"
+                run.row(f"{row['weights']} {row['shape']}, {row['M']} rows", value, row["target"], meets(row))
+        if result["tax"]:
+            worst = max(result["tax"], key=lambda row: row["tax %"])
+            value = f"{worst['tax %']:.1f} % ({worst['weights']} {worst['shape']}, {worst['M']} rows)"
+            holds = worst["tax %"] <= 100 * bench_matmul.TAX_TARGET
+            run.row("a fixed order of summation costs at most", value, worst["target"], holds)
         run.save()
 
-    result = bench_matmul.measure(deadline=run.deadline, progress=progress)
-    run.found |= result
-    for row in result["rows"]:
-        if row["target"]:
-            value = f"{row['us']:.2f} us, {row['x cuBLAS']:.2f}x"
-            run.row(f"{row['weights']} {row['shape']}, {row['M']} rows", value, row["target"], meets(row))
-    if result["tax"]:
-        worst = max(result["tax"], key=lambda row: row["tax %"])
-        value = f"{worst['tax %']:.1f} % ({worst['weights']} {worst['shape']}, {worst['M']} rows)"
-        holds = worst["tax %"] <= 100 * bench_matmul.TAX_TARGET
-        run.row("a fixed order of summation costs at most", value, worst["target"], holds)
+    _bench(run, bench_matmul.measure(deadline=run.deadline, progress=progress), progress)
+
+
+def _bench(run: Run, result: dict[str, Any], progress: Callable[[dict[str, Any]], None]) -> None:
+    """The end of one: rows that a failed check has voided fail it."""
+    progress(result)
+    if result["void"]:
+        name, why = next(iter(result["void"].items()))
+        raise RuntimeError(f"{len(result['void'])} void rows: {name}: {why}")
 
 
 def meets(row: Row) -> bool:
@@ -175,19 +211,18 @@ def attention_bench(run: Run) -> None:
 
     def progress(result: dict[str, Any]) -> None:
         run.found |= result
+        for row in result["rows"]:
+            if "target" in row:
+                rates = (("GB/s", "{:.0f} GB/s"), ("TFLOP/s", "{:.0f} TFLOP/s"), ("x base", "{:.2f}x"))
+                shown = [text.format(row[name]) for name, text in rates if name in row]
+                run.row(row["what"], ", ".join([f"{row['us']:.1f} us", *shown]), row["target"], row["holds"])
+        if result["tax"]:
+            worst = max(result["tax"], key=lambda row: row["tax %"])
+            holds = worst["tax %"] <= 100 * bench_attention.TAX_TARGET
+            run.row("our plans cost at most", f"{worst['tax %']:.1f} % ({worst['what']})", worst["target"], holds)
         run.save()
 
-    result = bench_attention.measure(deadline=run.deadline, progress=progress)
-    run.found |= result
-    for row in result["rows"]:
-        if "target" in row:
-            rates = (("GB/s", "{:.0f} GB/s"), ("TFLOP/s", "{:.0f} TFLOP/s"), ("x base", "{:.2f}x"))
-            shown = [text.format(row[name]) for name, text in rates if name in row]
-            run.row(row["what"], ", ".join([f"{row['us']:.1f} us", *shown]), row["target"], row["holds"])
-    if result["tax"]:
-        worst = max(result["tax"], key=lambda row: row["tax %"])
-        holds = worst["tax %"] <= 100 * bench_attention.TAX_TARGET
-        run.row("our plans cost at most", f"{worst['tax %']:.1f} % ({worst['what']})", worst["target"], holds)
+    _bench(run, bench_attention.measure(deadline=run.deadline, progress=progress), progress)
 
 
 def fused_bench(run: Run) -> None:
@@ -199,7 +234,7 @@ def fused_bench(run: Run) -> None:
         return
     report = run.scratch / "fused.json"
     command = [sys.executable, "-m", "pytest", "-q", "bench/bench_fused.py", f"--benchmark-json={report}", "-m", "gpu"]
-    log, code = finished([*command, "-p", "no:cacheprovider"], run.left())
+    log, code = finished([*command, "-W", "default", "-p", "no:cacheprovider"], run.left())
     run.found |= {"exit": code, "log": log[-3000:]}
     if report.exists():
         made = json.loads(report.read_text())["benchmarks"]
@@ -228,27 +263,67 @@ def tiles(run: Run) -> None:
     run.row("tile table", str(path) if written else "out of time; --only tiles goes on")
 
 
+# ---- the engine ------------------------------------------------------------------------------------------
+
+
+def checks(run: Run) -> None:
+    """`polymodel selfcheck`, on a small random model; in a dry run its first checks."""
+    for check in itertools.islice(selfcheck(device=run.device), 1 if run.dry else None):
+        run.row(check.name, "yes" if check.passed else check.detail, "yes", check.passed)
+
+
+def workloads(run: Run) -> None:
+    """The batch curve, then the switch, of the cut model; of a small random one where there is none."""
+    folder = gpu_model.folder_of(run)
+    path = folder if folder is None or not (folder / gpu_model.MODEL).exists() else folder / gpu_model.MODEL
+    setting = Setting(path, "small" if run.dry else "full", device=run.device, progress=lambda line: None)
+    for name, work, share in (("batch", run_batch, 0.7), ("switch", run_switch, 0.9)):
+        if run.left() < 0:
+            return
+        report = work(replace(setting, seconds=share * run.left(), repetitions=1 if run.dry else 3))
+        run.found[name] = report.as_dict()
+        broken = [str(gate) for gate in report.gates if not gate.holds]
+        of = "" if folder is not None else ", of a random model"
+        run.row(name, f"{len(broken)} of {len(report.gates)} gates broken{of}", "0 broken", report.passed)
+        for row in report.rows if report.passed else ():
+            if "batch" in row and "peak" not in row:
+                value = f"{row['agg_tok_per_sec']:.0f}, {row['speedup_vs_b1']:.2f}x a session alone"
+                run.row(f"batch of {row['batch']}, tokens/s", value)
+            elif "from" in row:
+                run.row(f"first token from {row['from']}, ms", f"{row['first_token_ms']:.1f}")
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     name: str
     run: Callable[[Run], None]
-    minutes: float  # at most
-    is_judge: bool = False  # of values and bits alone: beside others, and what does not hold fails the run
+    share: float  # of the time, beside those of the others
+    is_judge: bool = False  # what does not hold fails the run
+    is_alone: bool = False  # as it times something
+    expected: Sequence[str] = ()  # rows that it should have on a GPU
 
 
 SECTIONS = (
-    Section("machine", machine, 0.5),
-    Section("facts", facts, 2, is_judge=True),
-    Section("exact", exact, 4, is_judge=True),
-    Section("values", values, 4, is_judge=True),
-    Section("model", model, 3, is_judge=True),
-    Section("memory", memory, 3, is_judge=True),
-    Section("tests", tests, 4, is_judge=True),
-    Section("speed", speed, 1),
-    Section("attention", attention_bench, 2),
-    Section("matmul", matmul_bench, 3),
-    Section("fused", fused_bench, 1),
-    Section("tiles", tiles, 10),
+    Section("machine", machine, 0.4, is_alone=True),
+    Section("facts", gpu_facts.facts, 3.6, is_judge=True, expected=gpu_facts.fact_names()),
+    *(
+        Section(f"exact-{name}", partial(gpu_exact.exact, of), 3.6, is_judge=True, expected=tuple(of))
+        for name, of in (("matmul", gpu_exact.MATMUL), ("attention", gpu_exact.ATTENTION), ("tiles", gpu_exact.TILES))
+    ),
+    *(
+        Section(f"values-{name}", partial(gpu_values.values, of), 3.6, is_judge=True, expected=tuple(of))
+        for name, of in (("matmul", gpu_values.MATMUL), ("attention", gpu_values.ATTENTION))
+    ),
+    Section("model", gpu_model.model, 3.6, is_judge=True, expected=gpu_model.judged()),
+    Section("selfcheck", checks, 3.6, is_judge=True),
+    Section("memory", gpu_memory.memory, 3.6, is_judge=True, expected=tuple(gpu_memory.TOOLS)),
+    Section("tests", tests, 3.6, is_judge=True, expected=(TESTS,)),
+    Section("attention", attention_bench, 1.1, is_alone=True),
+    Section("matmul", matmul_bench, 1.3, is_alone=True),
+    Section("workloads", workloads, 0.8, is_judge=True, is_alone=True, expected=("batch", "switch")),
+    Section("speed", gpu_model.speed, 0.4, is_alone=True),
+    Section("fused", fused_bench, 0.5, is_alone=True),
+    Section("tiles", tiles, 0.3, is_alone=True),
 )
 
 
@@ -265,6 +340,17 @@ class Results:
     def note(self, section: str, known: dict[str, Any], status: str, **more: Any) -> None:
         self.content["sections"][section] = {"status": status, **more, **known}
         write_json(self.path, self.content)
+
+
+def with_unreached(section: Section, known: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a section that is over, and a row for each that it should have and has not."""
+    there = {row["what"] for row in known["rows"]}
+    rows = [
+        {"what": what, "value": NOT_REACHED, "target": "to be judged", "holds": None}
+        for what in section.expected
+        if what not in there
+    ]
+    return {**known, "rows": [*known["rows"], *rows]}
 
 
 def run_section(section: Section, run: Run) -> str:
@@ -324,14 +410,19 @@ def watch(children: Sequence[Child], results: Results, say: Callable[[str], None
     try:
         while waiting:
             time.sleep(POLL_SECONDS)
-            for child in list(waiting):
+            for child in waiting:
                 if (known := child.news()) is not None:
                     results.note(child.section.name, known, "running")
-                if child.process.is_over():
-                    child.process.end()
-                    waiting.remove(child)
-                    _conclude(child, results, child.status(), say)
+            over = [child for child in waiting if child.process.is_over()]
+            for child in over:  # all are asked before one is waited for
+                child.process.ask()
+            for child in over:
+                child.process.end()
+                waiting.remove(child)
+                _conclude(child, results, child.status(), say)
     except BaseException:
+        for child in waiting:
+            child.process.ask()
         for child in waiting:
             child.process.end()
             _conclude(child, results, "stopped", say)
@@ -341,15 +432,15 @@ def watch(children: Sequence[Child], results: Results, say: Callable[[str], None
 def _conclude(child: Child, results: Results, status: str, say: Callable[[str], None]) -> None:
     seconds, known = round(time.monotonic() - child.began, 1), child.known()
     log = {} if status == "done" else {"log": child.process.log[-3000:]}
-    results.note(child.section.name, known | log, status, seconds=seconds)
+    results.note(child.section.name, with_unreached(child.section, known) | log, status, seconds=seconds)
     say(f"{child.section.name}: {status}, {seconds} s")
 
 
 def steps(sections: Sequence[Section]) -> Iterator[list[Section]]:
-    """Judges that follow each other go together, all others alone."""
+    """Those that follow each other and may have company go together, all others alone."""
     group: list[Section] = []
     for section in sections:
-        if group and not (section.is_judge and group[-1].is_judge):
+        if group and (section.is_alone or group[-1].is_alone):
             yield group
             group = []
         group.append(section)
@@ -357,20 +448,31 @@ def steps(sections: Sequence[Section]) -> Iterator[list[Section]]:
         yield group
 
 
+def seconds_for(groups: Sequence[Sequence[Section]], left: float) -> float | None:
+    """Of the time that is left, what the first group gets; None where that is too little to start it."""
+    if left < START_SECONDS + MIN_SECONDS:
+        return None
+    each = [max(section.share for section in group) for group in groups]
+    part = each[0] / sum(each) * (left - START_SECONDS * len(groups))
+    return min(left, START_SECONDS + max(MIN_SECONDS, part))
+
+
 def run_on_gpu(
     sections: Sequence[Section], results: Results, shared: Run, arguments: Sequence[str], say: Callable[[str], None]
 ) -> None:
-    for group in steps(sections):
-        children = []
+    groups = list(steps(sections))
+    for i, group in enumerate(groups):
+        children, seconds = [], seconds_for(groups[i:], shared.left())
         for section in group:
-            seconds = min(shared.left() - START_SECONDS, 60 * section.minutes)
-            if seconds < START_SECONDS:
-                results.note(section.name, {"rows": [], "found": {}}, "no time left")
+            if seconds is None:
+                nothing = with_unreached(section, {"rows": [], "found": {}})
+                results.note(section.name, nothing, "no time left")
                 continue
             part = shared.scratch / f"{section.name}.json"
             command = [sys.executable, str(Path(__file__)), "--section", section.name, "--part", str(part)]
-            command += ["--out", str(shared.out), "--minutes", str(seconds / 60), *arguments]
-            process = Process(command, shared.scratch / f"{section.name}.log", seconds + START_SECONDS)
+            command += ["--out", str(shared.out), "--deadline", str(time.monotonic() + seconds), *arguments]
+            log = shared.scratch / f"{section.name}.log"
+            process = Process(command, log, seconds + LATE_SECONDS, {} if section.is_alone else JUDGES)
             children.append(Child(section, process, part))
         watch(children, results, say)
 
@@ -428,37 +530,44 @@ def add_plots(results: Results) -> None:
     results.note("plots", {"rows": [row], "found": {}}, "done")
 
 
+def _named_by(only: str) -> list[Section]:
+    return [s for s in SECTIONS if s.name == only or s.name.startswith(f"{only}-")]
+
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
 def main(
-    minutes: Annotated[float, typer.Option(help="in all")] = 9.5,
+    minutes: Annotated[float, typer.Option(help="in all, from the start of the process")] = 8.5,
     dry: Annotated[bool, typer.Option("--dry", help="no GPU: everything in small")] = False,
     out: Annotated[Path | None, typer.Option(help="folder; bench/results/<gpu> where not given")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="only these sections")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="only these sections; exact is all exact-*")] = None,
     model: Annotated[Path | None, typer.Option(help="of tools/cut_model.py; build/smollm2-12 where not given")] = None,
     wheels: Annotated[Path | None, typer.Option(help="folder of wheels to install for this run")] = None,
+    commit: Annotated[str | None, typer.Option(help="what runs, where there is no .git to tell")] = None,
     plots: Annotated[Path | None, typer.Option(help="draw this results.json beside it, and nothing else")] = None,
     section: Annotated[str | None, typer.Option(hidden=True, help="run this section here")] = None,
+    deadline: Annotated[float | None, typer.Option(hidden=True, help="its own, of time.monotonic()")] = None,
     part: Annotated[Path | None, typer.Option(hidden=True, help="where the section keeps what it finds")] = None,
 ) -> None:
     """Run the sections and write results.json."""
-    start = time.monotonic()
+    if deadline is None:
+        deadline = born() + 60 * minutes - RESERVED_SECONDS
     if plots is not None:
         print(", ".join(gpu_plots.draw(json.loads(plots.read_text()), plots.parent)) or "nothing to draw")
         return
     if not dry and not has_gpu():
         raise typer.BadParameter("no CUDA device; --dry goes through the sections without one")
     names = [s.name for s in SECTIONS]
-    if unknown := {*(only or ()), *([section] if section else ())} - set(names):
-        raise typer.BadParameter(f"unknown section {sorted(unknown)}; there are {names}")
+    if unknown := [o for o in (*(only or ()), *([section] if section else ())) if not _named_by(o)]:
+        raise typer.BadParameter(f"unknown section {unknown}; there are {names}")
     if out is None:
         name = None if dry else torch.cuda.get_device_name()
         out = Path(tempfile.mkdtemp(prefix="gpu_run-")) if dry else ROOT / "bench" / "results" / gpu_folder(name)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpu_run-") as scratch:
-        shared = Run(out, Path(scratch), dry, start + 60 * minutes, model)
+        shared = Run(out, Path(scratch), dry, deadline, model, commit)
         if section is not None:
             _in_process(section, part or out / f"{section}.json", shared)
             return
@@ -472,19 +581,22 @@ def main(
         def say(line: str) -> None:
             screen.print(line, highlight=False, markup=False)
 
-        chosen = [s for s in SECTIONS if not only or s.name in only]
+        chosen = [s for s in SECTIONS if not only or any(s in _named_by(o) for o in only)]
         stopped = ""
         try:
             with stoppable(), wheels_installed(wheels, results):
                 if dry:
                     run_dry(chosen, results, shared, say)
                 else:
-                    run_on_gpu(chosen, results, shared, ["--model", str(model)] if model else [], say)
+                    given = {"--model": model, "--commit": commit}
+                    arguments = [word for name, value in given.items() if value for word in (name, str(value))]
+                    run_on_gpu(chosen, results, shared, arguments, say)
         except Stopped as signal_name:
             stopped = results.content["stopped"] = str(signal_name)
         add_plots(results)
         title = f"{command}: {path}" + (f" (stopped by {stopped})" if stopped else "")
         screen.print(rows_table(title, summary(content), ("section", "what", "value", "target", "holds")))
+        say(verdict(content))
         raise typer.Exit(128 + signal.Signals[stopped] if stopped else int(not all_hold(content)))
 
 
@@ -510,12 +622,26 @@ def summary(content: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def all_hold(content: dict[str, Any]) -> bool:
-    """Values and bits; a missed target of speed is no failure, nor is what was cut short."""
+def _judged(content: dict[str, Any]) -> list[Row]:
+    """Rows of values and bits."""
     judges = {s.name for s in SECTIONS if s.is_judge}
-    rows = [row for name, section in content["sections"].items() if name in judges for row in section["rows"]]
-    failed = any(s["status"].startswith(("failed", "died")) for s in content["sections"].values())
-    return not failed and all(row["holds"] is not False for row in rows)
+    return [row for name, section in content["sections"].items() if name in judges for row in section["rows"]]
+
+
+def verdict(content: dict[str, Any]) -> str:
+    """In one line: how much holds, how much does not, and how much nobody knows."""
+    rows = [row for row in _judged(content) if row["target"] not in (None, TO_BE_KNOWN)]
+    holds = [row["holds"] for row in rows]
+    unknown = [row["what"] for row in rows if row["holds"] is None]
+    named = f" ({', '.join(unknown[:5])}{', ...' * (len(unknown) > 5)})" if unknown else ""
+    return f"{holds.count(True)} hold, {holds.count(False)} do not; not judged: {len(unknown)}{named}"
+
+
+def all_hold(content: dict[str, Any]) -> bool:
+    """Values and bits, those of what is timed too; a missed target of speed is no failure, nor what was cut short."""
+    sections = content["sections"].values()
+    failed = any(s["status"].startswith(("failed", "died")) or s.get("found", {}).get("void") for s in sections)
+    return not failed and all(row["holds"] is not False for row in _judged(content))
 
 
 if __name__ == "__main__":

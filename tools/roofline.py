@@ -1,13 +1,15 @@
-"""What a kernel and a decode step take at least, and how long a kernel should take by the static model. Needs no GPU.
+"""Floors of these kernels and of a decode step made of them, and how long a kernel should take by the static model.
 
     python tools/roofline.py --model 8B --weights q4 --gpu "H200 SXM" --batch 1 8 64 --context 4096 [--draft K] [--json]
 
-The floor of a kernel, from the bytes and operations that are declared beside it in csrc_triton:
+Needs no GPU. The floor of a kernel, from the bytes and operations that are declared beside it in csrc_triton:
 
     floor = max(bytes / copy bandwidth, flops / MMA rate)
 
-and of a step the sum over its kernels, which run one after the other, and a launch's time for each: weights, and keys
-and values of all sequences, are read once. `step_floor` and `prefill_floor` give them to Python.
+and of a step the sum over these kernels, one after the other, and a launch's time for each: weights, and keys and
+values of all sequences, are read once; activations count as if each went through memory. Launches are those of a CUDA
+graph, which the engine does not capture, so that its steps of few rows take longer. `step_floor` and `prefill_floor`
+give the floors to Python.
 
 The static model, for a kernel whose binary is at hand:
 
@@ -50,6 +52,7 @@ BLOCK = 128  # columns of the weight in one iteration of a main loop
 SM_BYTES = 64  # a cycle from L2 into one multiprocessor
 POWER = 4
 IPC_OF_ONE_WARP = 0.4  # instructions a cycle that a scheduler gets out of one warp; an estimate
+GB = 10**9
 PARTS = ("memory", "l2", "issue", "mma")
 L2_LATENCY_US = 0.3  # of a load and the few operations on it; an estimate
 FOLD_AHEAD = 4  # states that attention's fold fetches together
@@ -67,6 +70,7 @@ class Gpu:
     sms: int
     clock_ghz: float
     copy_gbs: float  # read plus written by a large copy
+    memory_bytes: int  # by the data sheet
     l2_bytes: int
     l2_gbs: float  # read
     tflops: Mapping[str, float]  # of products by the type of their operands: what the best library reaches
@@ -78,7 +82,7 @@ class Gpu:
 def _by_data_sheet(
     name: str, arch: int, sms: int, clock: float, gbs: float, l2_mib: int, l2_gbs: float, tflops: tuple[float, ...]
 ) -> Gpu:
-    """tflops: bfloat16, int8 and float32, dense. Nine tenths of bandwidth and MMA rates, as others reach."""
+    """Of 24 GB. tflops: bfloat16, int8 and float32, dense. Nine tenths of bandwidth and MMA rates, as others reach."""
     bf16, int8 = round(0.9 * tflops[0]), round(0.9 * tflops[1])
     return Gpu(
         name=name,
@@ -86,12 +90,13 @@ def _by_data_sheet(
         sms=sms,
         clock_ghz=clock,
         copy_gbs=round(0.9 * gbs),
+        memory_bytes=24 * GB,
         l2_bytes=l2_mib << 20,
         l2_gbs=l2_gbs,
         tflops={"bf16": bf16, "bf16 by warp": bf16, "int8": int8, "f32": tflops[2]},
         latency_us=0.7,
         launch_us=1.3,
-        source="data sheet; 90 % of its bandwidth and of its peak TFLOP/s; latencies and L2 bandwidth estimated",
+        source="data sheet; 90 % of its bandwidth, bfloat16 and int8 rates; latencies and L2 bandwidth estimated",
     )
 
 
@@ -104,13 +109,14 @@ GPUS = {
             sms=108,
             clock_ghz=1.41,
             copy_gbs=1750,
+            memory_bytes=80 * GB,
             l2_bytes=40 << 20,
             l2_gbs=4500,
             tflops={"bf16": 270, "bf16 by warp": 270, "int8": 500, "f32": 19.5},
             latency_us=0.7,
             launch_us=1.3,
-            source="data sheet (SMs, clock, L2, float32); 86 % of its peak bandwidth and of its peak TFLOP/s; "
-            "latencies and L2 estimated",
+            source="data sheet (SMs, clock, memory, L2 size, float32), 86 % of its bandwidth and bfloat16 rate, 80 % "
+            "of its int8 rate; latencies and L2 bandwidth estimated",
         ),
         Gpu(
             name="RTX 3090",
@@ -118,12 +124,14 @@ GPUS = {
             sms=82,
             clock_ghz=1.70,
             copy_gbs=830,
+            memory_bytes=24 * GB,
             l2_bytes=6 << 20,
             l2_gbs=2000,
             tflops={"bf16": 65, "bf16 by warp": 65, "int8": 250, "f32": 35},
             latency_us=0.7,
             launch_us=1.3,
-            source="data sheet (SMs, clock, L2, float32); about 90 % of its peaks; latencies and L2 estimated",
+            source="data sheet (SMs, clock, memory, L2 size, float32), about 90 % of its bandwidth and MMA rates; "
+            "latencies and L2 bandwidth estimated",
         ),
         Gpu(
             name="H200 SXM",
@@ -131,12 +139,14 @@ GPUS = {
             sms=132,
             clock_ghz=1.75,
             copy_gbs=4300,
+            memory_bytes=141 * GB,
             l2_bytes=60 << 20,
             l2_gbs=7000,
             tflops={"bf16": 788, "bf16 by warp": 490, "int8": 1500, "f32": 60},
             latency_us=0.8,
             launch_us=1.2,
-            source="measured (copy, bfloat16 8192^3 in cuBLAS, SMs, L2 size); data sheet (float32); others estimated",
+            source="measured (copy, bfloat16 8192^3 in cuBLAS, SMs, L2 size); data sheet (memory; of float32 "
+            "90 %); others estimated",
         ),
         Gpu(
             name="H100 SXM",
@@ -144,12 +154,14 @@ GPUS = {
             sms=132,
             clock_ghz=1.75,
             copy_gbs=3000,
+            memory_bytes=80 * GB,
             l2_bytes=50 << 20,
             l2_gbs=7000,
             tflops={"bf16": 788, "bf16 by warp": 490, "int8": 1500, "f32": 60},
             latency_us=0.8,
             launch_us=1.2,
-            source="data sheet (SMs, L2, 3.35 TB/s, of which 90 %, as measured on an H200); all else as of an H200",
+            source="data sheet (SMs, memory, L2 size, 3.35 TB/s, of which 90 %, as measured on an H200); all else as "
+            "of an H200",
         ),
         _by_data_sheet("A10", 86, 72, 1.695, 600, 6, 2000, (125, 250, 31.2)),
         _by_data_sheet("L4", 89, 58, 2.04, 300, 48, 2500, (121, 242, 30.3)),
@@ -306,7 +318,7 @@ def page_instructions(loop: Sequence[sass.Instruction]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What a kernel takes at least."""
+    """Floor of a kernel."""
 
     us: float
     bound: str  # "memory" or "mma"
@@ -379,7 +391,7 @@ def _shape(
     )
 
 
-MODELS = {  # as their config.json says: Qwen3, the last one Llama 3.1
+MODELS = {  # sizes as in their config.json, Qwen3's and at last Llama 3.1's; context, eps and rope are stand-ins
     "0.6B": _shape(28, 1024, 16, 8, 3072, 151936, True, True),
     "1.7B": _shape(28, 2048, 16, 8, 6144, 151936, True, True),
     "4B": _shape(36, 2560, 32, 8, 9728, 151936, True, True),
@@ -457,7 +469,7 @@ STEP_PARTS = ("qkv", "o", "gate_up", "down", "attention", "norms", "head", "laun
 
 @dataclass(frozen=True, slots=True)
 class StepFloor:
-    """What a forward takes at least, by formula."""
+    """Floor of a forward, or of those of a prompt, by formula."""
 
     parts: Mapping[str, float]  # us, by STEP_PARTS
     shares: Mapping[str, float]  # us by what they wait for: "weights", "kv", "activations", "mma", "launches"
@@ -465,6 +477,7 @@ class StepFloor:
     nbytes: int
     flops: int
     num_launches: int
+    fits: bool  # the GPU's memory holds the weights, and keys and values of all tokens
 
     @property
     def us(self) -> float:
@@ -522,9 +535,10 @@ class _Sum:
             self.kernel(part, matmul_bytes(rows, m.n, m.k, m.nbytes, 2, y_itemsize), flops, weights=m.nbytes)
         self.launches(m.num_launches(rows))
 
-    def total(self, tokens: int) -> StepFloor:
-        parts = {part: self.parts[part] for part in STEP_PARTS}
-        return StepFloor(parts, dict(self.shares), tokens, self.nbytes, self.flops, self.num_launches)
+    def total(self, tokens: int, held: int) -> StepFloor:
+        """held: bytes that are in the GPU's memory."""
+        parts, fits = {part: self.parts[part] for part in STEP_PARTS}, held <= self.gpu.memory_bytes
+        return StepFloor(parts, dict(self.shares), tokens, self.nbytes, self.flops, self.num_launches, fits)
 
 
 def _add_forward(total: _Sum, model: Decoder, sequences: int, rows: int, length: int, logits: int) -> None:
@@ -551,7 +565,7 @@ def _add_forward(total: _Sum, model: Decoder, sequences: int, rows: int, length:
         pairs = sequences * visible_pairs(length, rows, window)
         nbytes = attention_bytes(sequences * seen, layout.token_bytes, count, heads, dim)
         kv = sequences * seen * layout.token_bytes
-        total.kernel("attention", nbytes, attention_flops(pairs, heads, dim), kv=kv, kind="bf16 by warp")
+        total.kernel("attention", nbytes, attention_flops(pairs, heads, dim), kv=kv)
         total.launches(2)
         for part in ("o", "down"):
             # in the launch of the product's fold where there is one
@@ -575,11 +589,12 @@ def step_floor(
     drafts: as many drafted tokens a sequence are verified in the same forward; `tokens` counts all as accepted.
     ValueError for what is not known, with the choices.
     """
-    _check(batch=batch, context=context, drafts=drafts + 1)
-    made = decoder(model, weights) if isinstance(model, str) else model
+    _check(batch=batch, context=context)
+    _check(0, drafts=drafts)
+    made = _decoder_of(model, weights)
     total = _Sum(gpu_named(gpu) if isinstance(gpu, str) else gpu)
     _add_forward(total, made, batch, 1 + drafts, context + drafts, 1 + drafts)
-    return total.total(batch * (1 + drafts))
+    return total.total(batch * (1 + drafts), made.weight_bytes + batch * (context + drafts) * made.token_bytes)
 
 
 def prefill_floor(
@@ -587,23 +602,32 @@ def prefill_floor(
 ) -> StepFloor:
     """Of a prompt of so many tokens, in chunks, to its first logits."""
     _check(tokens=tokens, chunk=chunk)
-    made = decoder(model, weights) if isinstance(model, str) else model
+    made = _decoder_of(model, weights)
     total = _Sum(gpu_named(gpu) if isinstance(gpu, str) else gpu)
     for start in range(0, tokens, chunk):
         end = min(start + chunk, tokens)
         _add_forward(total, made, 1, end - start, end, int(end == tokens))
-    return total.total(tokens)
+    return total.total(tokens, made.weight_bytes + tokens * made.token_bytes)
 
 
-def _check(**counts: int) -> None:
+def _decoder_of(model: str | Decoder, weights: str) -> Decoder:
+    if isinstance(model, str):
+        return decoder(model, weights)
+    if model.weights != weights:
+        raise ValueError(f"weights {weights!r}: the decoder of {model.name} was made with {model.weights!r}")
+    return model
+
+
+def _check(least: int = 1, /, **counts: int) -> None:
     for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name} is {count}, expected at least 1")
+        if count < least:
+            raise ValueError(f"{name} is {count}, expected at least {least}")
 
 
 # ---- the command ---------------------------------------------------------------------------------------
 
 FLOOR = "floor by formula, not measured"
+DOES_NOT_FIT = "does not fit"
 
 
 def rows_of(made: Decoder, gpu: Gpu, batches: Sequence[int], context: int, draft: int) -> Iterator[dict[str, Any]]:
@@ -612,7 +636,7 @@ def rows_of(made: Decoder, gpu: Gpu, batches: Sequence[int], context: int, draft
         for drafts in dict.fromkeys((0, draft)):
             found = step_floor(made, made.weights, gpu, batch, context, drafts=drafts)
             row = {"batch": batch, "drafts": drafts, "step ms": found.us / 1e3, "tokens/s": found.tokens_per_second}
-            yield row | {"bound": found.bound, "parts us": found.parts}
+            yield row | {"bound": found.bound, "fits": found.fits, "parts us": found.parts}
 
 
 def _print(made: Decoder, gpu: Gpu, context: int, rows: Sequence[Mapping[str, Any]], prefill: StepFloor) -> None:
@@ -629,13 +653,16 @@ def _print(made: Decoder, gpu: Gpu, context: int, rows: Sequence[Mapping[str, An
     for row in rows:
         counts = [str(row[column]) for column in columns if column in row]
         us = [f"{row['parts us'][part]:.1f}" for part in STEP_PARTS]
-        table.add_row(*counts, *us, f"{row['step ms']:.3f}", f"{row['tokens/s']:.0f}", row["bound"])
+        rate = f"{row['tokens/s']:.0f}" if row["fits"] else DOES_NOT_FIT
+        table.add_row(*counts, *us, f"{row['step ms']:.3f}", rate, row["bound"])
     screen.print(table)
     if any(row["drafts"] for row in rows):
         screen.print("with drafts: all accepted, their drafting free")
-    screen.print(f"prefill of {context} tokens: {prefill.us / 1e3:.2f} ms, {prefill.tokens_per_second:.0f} tokens/s")
+    rate = f"{prefill.tokens_per_second:.0f} tokens/s" if prefill.fits else DOES_NOT_FIT
+    screen.print(f"prefill of {context} tokens: {prefill.us / 1e3:.2f} ms, {rate}")
     screen.print(f"weights {made.weight_bytes / 1e9:.3f} GB a step; keys and values {made.token_bytes} bytes a token")
-    screen.print(f"{gpu.name}: copy {gpu.copy_gbs:.0f} GB/s, bfloat16 {gpu.tflops['bf16']:.0f} TFLOP/s; {gpu.source}")
+    rates = f"copy {gpu.copy_gbs:.0f} GB/s, bfloat16 {gpu.tflops['bf16']:.0f} TFLOP/s"
+    screen.print(f"{gpu.name}: {gpu.memory_bytes / GB:.0f} GB, {rates}; {gpu.source}")
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -654,7 +681,7 @@ def main(
     draft: Annotated[int, typer.Option(help="also the step that verifies so many drafted tokens a sequence")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """What a decode step and a prompt take at least, part by part."""
+    """Floors of a decode step and of a prompt, part by part."""
     batches = (*(batch or ()), *(more or ())) or (1, 8, 64)
     try:
         made, found = decoder(model, weights), gpu_named(gpu)
@@ -667,7 +694,8 @@ def main(
         return
     content = {"source": FLOOR, "model": made.name, "weights": made.weights, "gpu": asdict(found), "context": context}
     content |= {"weight_bytes": made.weight_bytes, "kv_token_bytes": made.token_bytes, "rows": rows}
-    content["prefill"] = {"ms": prefill.us / 1e3, "tokens/s": prefill.tokens_per_second, "bound": prefill.bound}
+    content["prefill"] = {"ms": prefill.us / 1e3, "tokens/s": prefill.tokens_per_second}
+    content["prefill"] |= {"bound": prefill.bound, "fits": prefill.fits}
     print(json.dumps(content, indent=1))
 
 

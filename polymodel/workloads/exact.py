@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from itertools import combinations
+from itertools import combinations, zip_longest
 from random import Random
 from typing import Any
 
@@ -17,12 +17,13 @@ from polymodel.config import Draft, LowBit
 from polymodel.engine import Engine
 from polymodel.selfcheck import Scripted
 from polymodel.session import Session
-from polymodel.workloads.report import Report, Setting, Workload
+from polymodel.workloads.report import Limit, Report, Setting, Workload
 
 MODEL = "model"
 LENGTHS = (3, 24, 50, 64, 66)  # tokens of the prompts: within a page, up to its end, over it
 NEW_TOKENS = 20
 MIN_TOKENS = 100_000  # of the full matrix
+MAX_SECONDS = 300.0  # of a full matrix on a given model: what has not begun by then is left out
 MIN_DISTINCT = 16  # tokens that the references have among them, or equality would say little
 TEMPERATURES = (0.0, 1.0)
 CHUNKS = (1, 7, 64, None)  # prompt tokens in a forward; None: all of them
@@ -71,7 +72,7 @@ def covering(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 def cases(size: str) -> list[Case]:
     """small: every two values of two axes meet, and once 64 rows; full: that, and a seeded sample of the product."""
     if size == "small":
-        return [*(Case(**choice) for choice in covering(SMALL)), Case("chain 3", 64, "hit", 7, 1.0)]
+        return [Case("chain 3", 64, "hit", 7, 1.0), *(Case(**choice) for choice in covering(SMALL))]
     found = [Case(**choice) for choice in covering(FULL)]
     random = Random(0)
     while sum(case.rows for case in found) * NEW_TOKENS < MIN_TOKENS:
@@ -83,6 +84,11 @@ def differing(ours: Tensor, theirs: Tensor) -> int:
     """Bytes that differ; the signs of zeros and NaNs count."""
     ours, theirs = (x.contiguous().view(torch.uint8) for x in (ours, theirs))
     return int((ours != theirs).sum()) if ours.shape == theirs.shape else max(ours.numel(), theirs.numel())
+
+
+def differing_tokens(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Places at which two outputs differ; those that only one of them has count."""
+    return sum(a != b for a, b in zip_longest(ours, theirs))
 
 
 # ---- what is expected --------------------------------------------------------------------------------
@@ -135,15 +141,18 @@ class Tally:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    cached: int = 0  # prompt tokens that requests took over
     most_rows: int = 0  # of one forward
+    argmax_requests: int = 0  # that chose without a look at their logits
+    logits_rows: int = 0
     logits_bytes: int = 0
     kv_bytes: int = 0
+    kv_tokens: int = 0  # whose pages a session took over from a request that was over
     tokens_differing: int = 0
     logits_bytes_differing: int = 0
     kv_bytes_differing: int = 0
 
     def add_logits(self, ours: Tensor, theirs: Tensor) -> None:
+        self.logits_rows += 1
         self.logits_bytes += theirs.nbytes
         self.logits_bytes_differing += differing(ours, theirs)
 
@@ -153,13 +162,26 @@ class Tally:
 
 
 @dataclass(slots=True)
+class Taken:
+    """Of the cases of one prefix: what it moved, and what requests took over from it."""
+
+    rows: int = 0
+    prompt_tokens: int = 0
+    cacheable: int = 0  # of these, but for the last, whose row gives the logits, and prompts that are too short
+    cached: int = 0  # whose pages requests took over
+    page_ins: int = 0
+    swapped_rows: int = 0  # that gave their pages to the host
+
+
+@dataclass(slots=True)
 class Matrix:
     """Runs cases on an engine that hosts the model and its twin."""
 
     engine: Engine
     references: dict[float, list[Reference]] = field(default_factory=dict)  # by temperature
     tallies: dict[str, Tally] = field(default_factory=dict)  # by how it was decoded
-    number: int = 0
+    taken: dict[str, Taken] = field(default_factory=dict)  # by prefix
+    ran: list[Case] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         vocab_size = self.engine[MODEL].config.vocab_size
@@ -173,24 +195,29 @@ class Matrix:
 
     def run(self, case: Case) -> None:
         """Sessions prefill in chunks; requests that go on from them, or begin anew, decode together."""
-        self.number += 1
-        tally = self.tallies.setdefault(case.decode, Tally())
+        self.ran.append(case)
+        number = len(self.ran)
+        tally, taken = self.tallies.setdefault(case.decode, Tally()), self.taken.setdefault(case.prefix, Taken())
         tally.cases += 1
-        chosen = [(self.number + row) % len(LENGTHS) for row in range(case.rows)]
+        taken.rows += case.rows
+        chosen = [(number + row) % len(LENGTHS) for row in range(case.rows)]
         wanted = [self.references[case.temperature][i] for i in chosen]
-        domains = [f"case {self.number} row {row}" for row in range(case.rows)]  # each computes its own
-        self.sessions(case, tally, wanted, domains)
+        domains = [f"case {number} row {row}" for row in range(case.rows)]  # each computes its own
+        self.sessions(case, tally, taken, wanted, domains)
         if case.prefix == "miss":
             for domain in domains:
                 self.engine.drop_domain(domain)
-        self.requests(case, tally, wanted, chosen, domains)
+        self.requests(case, tally, taken, wanted, chosen, domains)
         for domain in domains:
             self.engine.drop_domain(domain)
 
-    def sessions(self, case: Case, tally: Tally, wanted: Sequence[Reference], domains: Sequence[str]) -> None:
+    def sessions(
+        self, case: Case, tally: Tally, taken: Taken, wanted: Sequence[Reference], domains: Sequence[str]
+    ) -> None:
         """Prompts in chunks, with what the case names halfway, and two steps; the cache then has the prompts."""
         junk = [one.prompt[4::-1] for one in wanted]
         halves = [(one.prompt[: len(one.prompt) // 2], one.prompt[len(one.prompt) // 2 :]) for one in wanted]
+        self.engine.events.clear()
         with ExitStack() as stack:
             rows = [stack.enter_context(self.engine.session(MODEL, domain=domain)) for domain in domains]
             feed(rows, [half for half, _ in halves], case.chunk)
@@ -208,8 +235,7 @@ class Matrix:
                 case "page out":
                     self.engine.unload(MODEL)
                 case "swap":
-                    for row in rows:
-                        row.swap_out()
+                    taken.swapped_rows += sum(row.swap_out() > 0 for row in rows)
                     for row in reversed(rows):
                         row.swap_in()
             feed(rows, [half for _, half in halves], case.chunk)
@@ -228,12 +254,22 @@ class Matrix:
                     tally.add_logits(ours, one.logits[step + 1])
             for row in rows:
                 row.rollback(2)
+        taken.page_ins += sum(event.model == MODEL for event in self.engine.events.of("page_in"))
 
     def requests(
-        self, case: Case, tally: Tally, wanted: Sequence[Reference], seeds: Sequence[int], domains: Sequence[str]
+        self,
+        case: Case,
+        tally: Tally,
+        taken: Taken,
+        wanted: Sequence[Reference],
+        seeds: Sequence[int],
+        domains: Sequence[str],
     ) -> None:
+        """Every second greedy one chooses as requests do that nobody looks at, without a logits_processor."""
         engine = self.engine
         vocab_size = engine[MODEL].config.vocab_size
+        is_seen = [case.temperature > 0 or (len(self.ran) + row) % 2 == 0 for row in range(case.rows)]
+        tally.argmax_requests += case.rows - sum(is_seen)
         engine.events.clear()
         with engine.lane.exclusive():  # so that they begin together
             requests = [
@@ -242,22 +278,25 @@ class Matrix:
                     prompt_ids=one.prompt,
                     draft=drafter(case.decode, one.known, vocab_size),
                     domain=domain,
-                    logits_processor=Comparing(one, tally),
+                    logits_processor=Comparing(one, tally) if seen else None,
                     **_options(case.temperature, seed),
                 )
-                for one, seed, domain in zip(wanted, seeds, domains, strict=True)
+                for one, seed, domain, seen in zip(wanted, seeds, domains, is_seen, strict=True)
             ]
         for request, one, domain in zip(requests, wanted, domains, strict=True):
             engine.wait(request)
             out = engine.output(request)
-            pairs = zip(out.tokens, one.tokens, strict=True)
             tally.tokens += len(one.tokens)
-            tally.tokens_differing += sum(ours != theirs for ours, theirs in pairs)
+            tally.tokens_differing += differing_tokens(out.tokens, one.tokens)
             tally.drafted += out.metrics.num_drafted
             tally.accepted += out.metrics.num_accepted
-            tally.cached += out.metrics.num_cached_tokens
+            taken.prompt_tokens += len(one.prompt)
+            before = len(one.prompt) - 1
+            taken.cacheable += before if before >= engine.config.prefix_min_match else 0
+            taken.cached += out.metrics.num_cached_tokens
             with engine.session(MODEL, domain=domain) as session:  # what the request left in the cache
                 session.append(one.known[:-1])
+                tally.kv_tokens += session.num_cached
                 tally.add_kv(session.pages.dump(), one.kv)
         widths = [event.sequences for event in engine.events.of("decode", "verify")]
         tally.most_rows = max([tally.most_rows, *widths])
@@ -329,24 +368,35 @@ def hosting(setting: Setting, stack: ExitStack) -> Engine:
 
 
 def run(setting: Setting, chosen: Iterable[Case] | None = None) -> Report:
-    """The matrix, and that its comparisons would notice a difference."""
+    """The matrix, and that its comparisons would notice a difference.
+
+    On a given model the full one is the small one, then a seeded order of the rest for as long as MAX_SECONDS allow.
+    """
     todo = cases(setting.size) if chosen is None else list(chosen)
+    limit, at_least = Limit(MAX_SECONDS), len(todo)
+    if setting.size == "full" and setting.model is not None:
+        first = cases("small")
+        rest = [case for case in todo if case not in first]
+        todo, at_least = first + Random(0).sample(rest, len(rest)), len(first)
     with ExitStack() as stack:
         matrix = Matrix(hosting(setting, stack))
         for number, case in enumerate(todo):
+            if number >= at_least and limit.used > limit.seconds:
+                break
             if number % 10 == 0:
                 setting.progress(f"exact: case {number + 1} of {len(todo)}")
             matrix.run(case)
-        shape = {"cases": len(todo), "prompts": LENGTHS, "new_tokens": NEW_TOKENS, "weights": setting.weights}
-        report = Report("exact", "counted", shape)
+        shape = {"cases": len(matrix.ran), "of": len(todo), "prompts": LENGTHS, "new_tokens": NEW_TOKENS}
+        report = Report("exact", "counted", shape | {"weights": setting.weights})
         report.rows = [{"decode": decode, **asdict(tally)} for decode, tally in matrix.tallies.items()]
-        _add_gates(report, matrix, todo)
+        report.rows += [{"prefix": prefix, **asdict(taken)} for prefix, taken in matrix.taken.items()]
+        _add_gates(report, matrix)
         _add_controls(report, matrix)
     return report
 
 
-def _add_gates(report: Report, matrix: Matrix, todo: Sequence[Case]) -> None:
-    tallies = matrix.tallies.values()
+def _add_gates(report: Report, matrix: Matrix) -> None:
+    tallies, ran = matrix.tallies.values(), matrix.ran
 
     def total(name: str) -> int:
         return sum(getattr(tally, name) for tally in tallies)
@@ -356,11 +406,23 @@ def _add_gates(report: Report, matrix: Matrix, todo: Sequence[Case]) -> None:
         report.equal(compared, total(f"{what}_differing"), 0)
     distinct = len({token for some in matrix.references.values() for one in some for token in one.tokens})
     report.that("distinct tokens", distinct, f"at least {MIN_DISTINCT}", distinct >= MIN_DISTINCT)
-    report.equal("tokens compared", total("tokens"), sum(case.rows for case in todo) * NEW_TOKENS)
-    report.equal("rows of the widest decode step", max(t.most_rows for t in tallies), max(case.rows for case in todo))
-    if any(case.prefix != "miss" for case in todo):
-        report.that("prompt tokens taken over", total("cached"), "some", total("cached") > 0)
-    if any(case.decode != "plain" for case in todo):
+    rows = sum(case.rows for case in ran)
+    report.equal("tokens compared", total("tokens"), rows * NEW_TOKENS)
+    report.equal(
+        "rows of logits compared", total("logits_rows"), rows * (3 + NEW_TOKENS) - total("argmax_requests") * NEW_TOKENS
+    )
+    taken = matrix.taken
+    prompt_tokens = sum(one.prompt_tokens for one in taken.values())
+    # of prompt and output, but for the last token, which has none, and the one before, whose row gives the logits
+    report.equal("tokens whose pages are a request's own", total("kv_tokens"), prompt_tokens + rows * (NEW_TOKENS - 2))
+    report.equal("rows of the widest decode step", max(t.most_rows for t in tallies), max(case.rows for case in ran))
+    for prefix, one in taken.items():
+        expected = 0 if prefix == "miss" else one.cacheable
+        report.equal(f"{prefix}: prompt tokens taken over", one.cached, expected)
+        page_ins = sum(case.prefix == prefix == "page out" for case in ran)
+        moved = one.page_ins, one.swapped_rows
+        report.equal(f"{prefix}: page-ins, rows swapped out", moved, (page_ins, one.rows if prefix == "swap" else 0))
+    if any(case.decode != "plain" for case in ran):
         drafted, accepted = total("drafted"), total("accepted")
         report.that("drafted tokens accepted", accepted, f"some of {drafted:,}, not all", 0 < accepted < drafted)
 

@@ -93,7 +93,7 @@ def run_radix(setting: Setting) -> Report:
     with setting.source() as path, open_checkpoint(path) as checkpoint:
         config = checkpoint.config
         ways = {way: make(config.vocab_size) for way, make in WAYS.items()}
-        report = Report("radix", "measured", {"vocab": config.vocab_size})
+        report = Report("radix", "measured", {"vocab": config.vocab_size, "weights": setting.weights})
         room = max(sum(map(len, prompts)) for prompts in ways.values())
 
         def hosting(**options: Any) -> Engine:
@@ -159,6 +159,7 @@ def _run_way(report: Report, way: str, prompts: Prompts, cached: Engine, plain: 
             "ms": 1e3 * min(watches["cached"]),
             "spread": spread(watches["cached"]),
             "ms_without": 1e3 * min(watches["plain"]),
+            "spread_without": spread(watches["plain"]),
             "times_faster": min(watches["plain"]) / min(watches["cached"]),
         }
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
@@ -105,6 +107,7 @@ class Setting:
     weights: Weights = "file"
     device: str = "auto"
     repetitions: int = 3  # of what is timed
+    seconds: float | None = None  # that it may take, where a workload can do less (batch, switch); None: no limit
     progress: Callable[[str], None] = to_stderr
 
     @contextmanager
@@ -132,6 +135,12 @@ def open_engine(setting: Setting, config: ModelConfig, kv_tokens: int, **options
     """With room for so many tokens of the model in pages, and for any weights."""
     kv_budget = 2 * (kv_tokens // PAGE_TOKENS + MIN_SUPERBLOCKS) * page_bytes(config)
     return Engine(setting.device, budget="1024GiB", kv_budget=max(kv_budget, 16 << 20), config=EngineConfig(**options))
+
+
+def device_of(setting: Setting) -> torch.device:
+    """Where its engines are; InvalidRequest where there is no such device."""
+    with Engine(setting.device, kv_budget="16MiB") as engine:
+        return engine.device
 
 
 def page_bytes(config: ModelConfig) -> int:
@@ -173,6 +182,18 @@ class Watch:
             torch.cuda.synchronize(self._device)
 
 
-def spread(times: list[float]) -> float:
-    """How much longer the longest took than the shortest, as a part of it."""
-    return max(times) / min(times) - 1
+class Limit:
+    """Seconds from now on; None: without end."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = math.inf if seconds is None else seconds
+        self._start = time.perf_counter()
+
+    @property
+    def used(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def spread(times: Sequence[float]) -> float | None:
+    """How much longer the median took than the least, as a part of it; None for less than two repetitions."""
+    return median(times) / min(times) - 1 if len(times) > 1 else None

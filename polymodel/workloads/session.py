@@ -2,6 +2,7 @@
 
 `session`: one model, four arms. A, naive: every turn prefills its whole context. B: a session for each agent, decoded
 one after another. C: the prompt once, its clones in a batch. D: requests, all agents at once, over the prefix cache.
+What agents say is what the model chooses after a first token of their own.
 `siblings`: an agent on each of five models, with what they have in common taken over.
 """
 
@@ -11,9 +12,8 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,12 +23,25 @@ from polymodel.batch import Batch
 from polymodel.checkpoint import open_checkpoint, perturbed
 from polymodel.config import PAGE_TOKENS, ModelConfig
 from polymodel.engine import Engine
+from polymodel.errors import InvalidRequest
 from polymodel.events import token_layers
+from polymodel.sample import greedy
 from polymodel.sequence import LogitsProcessor
 from polymodel.session import Session
-from polymodel.workloads.report import Report, Setting, Watch, Workload, lcg, next_id, open_engine, spread
+from polymodel.workloads.report import (
+    Report,
+    Setting,
+    Watch,
+    Workload,
+    device_of,
+    lcg,
+    next_id,
+    open_engine,
+    spread,
+)
 
 MODEL = "m"
+MIN_DISTINCT = 3  # tokens that the agents choose, or their being equal proves nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +104,7 @@ SHAPES = {
 
 
 class Script:
-    """Who says and reads what: the same tokens in every arm."""
+    """Who says and reads what: the same tokens in every arm. What is said is prescribed until somebody chooses it."""
 
     def __init__(self, shape: Shape, vocab: int) -> None:
         self.shape, self.prefix = shape, lcg(shape.prefix, 1, vocab)
@@ -139,6 +152,29 @@ class Runner:
 
     def __init__(self, engine: Engine, script: Script) -> None:
         self.engine, self.script, self.shape = engine, script, script.shape
+        script.said = self._rehearse()
+
+    def _rehearse(self) -> list[list[list[int]]]:
+        """What each agent says, turn by turn: its prescribed first token, then those that the model chooses.
+
+        It is C without a clock, after which everything is warm.
+        """
+        said: list[list[list[int]]] = [[] for _ in range(self.shape.agents)]
+        ids = [turns[0][0] for turns in self.script.said]
+        with self.engine.session(MODEL, domain="c") as first:
+            first.append(self.script.prefix)
+            with Batch.from_prefix(first, self.shape.agents) as batch:
+                for turn in range(self.shape.turns):
+                    steps = []
+                    for _ in range(self.shape.decode):
+                        steps.append(ids)
+                        ids = greedy(batch.step(ids))
+                    for agent, answer in enumerate(zip(*steps, strict=True)):
+                        said[agent].append(list(answer))
+                    if turn < self.shape.turns - 1:
+                        ids = greedy(batch.prefill_each([results[turn] for results in self.script.results]))
+        self.engine.drop_domain("c")
+        return said
 
     def naive(self) -> Arm:
         """A, for the first agent alone: each turn a new session with all that was said before, then the last turn."""
@@ -188,7 +224,7 @@ class Runner:
         return arm
 
     def requests(self) -> Arm:
-        """D. A logits processor makes the requests say what the other arms are fed."""
+        """D, by greedy requests. Those of the first turn begin with the prescribed token by a logits processor."""
         with self._arm("d") as (watch, arm):
             with watch.of("all"):
                 for turn in range(self.shape.turns):
@@ -200,7 +236,7 @@ class Runner:
                             stop_at_eos=False,
                             draft=None,
                             domain="d",
-                            logits_processor=_saying(self.script.said[agent][turn], len(context)),
+                            logits_processor=None if turn else _begin(self.script.said[agent][0][0], len(context)),
                         )
                         for agent in range(self.shape.agents)
                     ]
@@ -237,13 +273,16 @@ def _say(batch: Batch, said: list[list[int]]) -> Tensor:
     return logits
 
 
-def _saying(ids: list[int], start: int) -> LogitsProcessor:
-    def forced(tokens: Any, logits: Tensor) -> Tensor:
-        only = torch.full_like(logits, -torch.inf)
-        only[ids[len(tokens) - start]] = 0.0
-        return only
+def _begin(token: int, start: int) -> LogitsProcessor:
+    """Whoever has `start` tokens says this one."""
 
-    return forced
+    def processor(tokens: list[int], logits: Tensor) -> Tensor:
+        if len(tokens) == start:
+            logits = torch.full_like(logits, -torch.inf)
+            logits[token] = 0.0
+        return logits
+
+    return processor
 
 
 def run_session(setting: Setting) -> Report:
@@ -251,13 +290,15 @@ def run_session(setting: Setting) -> Report:
 
     The whole envelope is run once on the random model: it is the counts that matter there.
     """
-    shape = SHAPES[_scale(setting)]
-    repetitions = 1 if setting.model is None and shape is ENVELOPE else setting.repetitions
+    whole = SHAPES[_scale(setting)]
+    repetitions = 1 if setting.model is None and whole is ENVELOPE else setting.repetitions
     with _source(setting) as path, open_checkpoint(path) as checkpoint:
+        shape = fitted(whole, checkpoint.config)
         script = Script(shape, checkpoint.config.vocab_size)
         tokens = shape.agents * (shape.context + 2 * PAGE_TOKENS) + shape.context
         with open_engine(setting, checkpoint.config, 2 * tokens) as engine:
             engine.add(MODEL, path, weights=setting.weights)
+            setting.progress("session: what the model says, and warming up")
             runner = Runner(engine, script)
             setting.progress("session: arm A, one agent")
             naive = runner.naive()
@@ -266,7 +307,8 @@ def run_session(setting: Setting) -> Report:
                 setting.progress(f"session: arms B, C and D, run {repetition + 1} of {repetitions}")
                 for arm, run in zip("bcd", (runner.persistent, runner.cloned, runner.requests), strict=True):
                     runs[arm].append(run())
-    report = Report("session", "measured", asdict(shape) | {"runs": repetitions})
+    report = Report("session", "measured", asdict(shape) | {"weights": setting.weights, "runs": repetitions})
+    report.shape |= _cut(whole, shape)
     _gate_session(report, script, naive, runs)
     _session_rows(report, shape, naive, runs)
     return report
@@ -276,7 +318,20 @@ def _scale(setting: Setting) -> str:
     """The whole envelope where that takes minutes: on the random model and on a GPU."""
     if setting.size == "small":
         return "small"
-    return "envelope" if setting.model is None or setting.device.startswith("cuda") else "scaled"
+    return "envelope" if setting.model is None or device_of(setting).type == "cuda" else "scaled"
+
+
+def fitted(shape: Shape, config: ModelConfig) -> Shape:
+    """With a prefix no longer than the model's context leaves room for."""
+    prefix = shape.prefix - max(shape.context - config.max_context, 0)
+    if prefix < PAGE_TOKENS:
+        raise InvalidRequest(f"{shape}: {shape.context:,} tokens, too many for a context of {config.max_context:,}")
+    return replace(shape, prefix=prefix)
+
+
+def _cut(whole: Shape, shape: Shape) -> dict[str, int]:
+    """What a report says where the prefix was cut to the model's context."""
+    return {} if shape == whole else {"prefix_before_cut": whole.prefix}
 
 
 def _gate_session(report: Report, script: Script, naive: Arm, runs: dict[str, list[Arm]]) -> None:
@@ -291,8 +346,13 @@ def _gate_session(report: Report, script: Script, naive: Arm, runs: dict[str, li
     for arm, count in (("b", steps), ("c", steps), ("d", steps - shape.turns)):  # a request's last token is not fed
         found = sorted({run.decode_tokens for run in runs[arm]})
         report.equal(f"tokens decoded, {arm.upper()}", found, [shape.agents * count])
+    most = shape.turns * (shape.decode - 1 + shape.agents - 1)  # who has read its prompt need not wait for the others
+    steps_d = sorted({run.decode_forwards for run in runs["d"]})
+    report.that("decode steps, D", steps_d, f"at most {most:,}", steps_d[-1] <= most)
     said = [[answers[turn] for answers in script.said] for turn in range(shape.turns)]
-    report.equal("runs of D that said other tokens than the script's", sum(run.said != said for run in runs["d"]), 0)
+    report.equal("runs of D that said other tokens than C's", sum(run.said != said for run in runs["d"]), 0)
+    distinct = len({token for answers in script.said for token in chain.from_iterable(answers[1:])})  # all chosen
+    report.that("distinct tokens that they choose", distinct, f"at least {MIN_DISTINCT}", distinct >= MIN_DISTINCT)
     one = runs["c"][0].logits
     everyone = [run.logits for of in runs.values() for run in of]
     differing = sum(not torch.equal(*both) for logits in everyone for both in zip(logits, one, strict=True))
@@ -306,13 +366,13 @@ ARMS = {
     "A": "each turn prefills all again (one agent's x agents, B's decode)",
     "B": "a session for each agent, one after another",
     "C": "prompt once, clones in a batch",
-    "D": "requests over the prefix cache",
+    "D": "requests over the prefix cache (the first tokens by a logits processor)",
 }
 
 
 def _session_rows(report: Report, shape: Shape, naive: Arm, runs: dict[str, list[Arm]]) -> None:
     best = {arm: min(of, key=lambda run: run.total) for arm, of in runs.items()}
-    expected = shape.prefill_tokens()
+    counted = {"a": naive.prefill_tokens * shape.agents} | {arm: of[0].prefill_tokens for arm, of in runs.items()}
     prefill = {"a": naive.seconds["prefill"] * shape.agents}
     for arm, of in best.items():
         if arm != "d":
@@ -325,23 +385,27 @@ def _session_rows(report: Report, shape: Shape, naive: Arm, runs: dict[str, list
             {
                 "arm": key,
                 "what": what,
-                "prefill_tokens": expected[arm],
+                "prefill_tokens": counted[arm],
                 "prefill_ms": _ms(prefill.get(arm)),
                 "clone_ms": _ms(best[arm].seconds.get("clone") if arm in best else None),
                 "decode_ms": _ms(decode.get(arm)),
                 "total_ms": _ms(total[arm]),
                 "spread": spread([run.total for run in runs[arm]]) if arm in runs else None,
+                "said_tok_per_sec": shape.agents * shape.turns * shape.decode / total[arm],
                 "live": arm in runs,
             }
         )
-    for where, of_shape in (("here", shape), ("50 x 5 envelope", ENVELOPE)):
-        tokens = of_shape.prefill_tokens()
+    for name, of_shape, tokens in (
+        ("this, counted", shape, counted),
+        ("50 x 5 envelope, by formula", ENVELOPE, ENVELOPE.prefill_tokens()),
+    ):
         report.rows.append(
-            {"prefill_tokens": where, **tokens}
-            | {"d_in_whole_pages": of_shape.in_whole_pages()}
+            {"shape": name, **tokens}
+            | {"d_in_whole_pages_by_formula": of_shape.in_whole_pages()}
             | {"a_over_c": tokens["a"] / tokens["c"], "b_over_c": tokens["b"] / tokens["c"]}
         )
-    report.rows.append({f"{x}_over_{y}": total[x] / total[y] for x, y in ("ab", "ac", "bc", "dc")})
+    ratios = {f"{x}_over_{y}": total[x] / total[y] for x, y in ("ab", "ac", "bc", "dc")}
+    report.rows.append({"ratios_of": "total_ms", **ratios})
 
 
 def _ms(seconds: float | None) -> float | None:
@@ -368,13 +432,16 @@ def run_siblings(setting: Setting) -> Report:
 
     The models have the same weights under several names, a band of lower layers in common, or nothing but their shape.
     """
-    shapes = SIBLINGS[_scale(setting)]
-    report = Report("siblings", "measured", {form: str(shape) for form, shape in shapes.items()})
+    whole = SIBLINGS[_scale(setting)]
+    report = Report("siblings", "measured", {"weights": setting.weights, "runs": setting.repetitions})
     for form, known in KNOWN.items():
         shape = SIBLINGS["envelope"][form]
         work = {what: shape.token_layers(WHOLE, layers) / WHOLE for what, layers in _shared(WHOLE).items()}
         report.equal(f"{form}, {BAND} of {WHOLE} layers, by formula: token layers / layers", work, known)
-    with _source(setting, deep=True) as path:
+    with _source(setting, deep=True) as path, open_checkpoint(path) as checkpoint:
+        shapes = {form: fitted(shape, checkpoint.config) for form, shape in whole.items()}
+        for form, shape in shapes.items():
+            report.shape |= {form: str(shape)} | {f"{form}_{key}": of for key, of in _cut(whole[form], shape).items()}
         for what in ("same", "band", "unrelated"):
             _run_models(report, setting, path, what, shapes)
     return report
@@ -390,7 +457,7 @@ def _run_models(report: Report, setting: Setting, path: Path, what: str, shapes:
         config = checkpoint.config
         num_layers, shared = config.num_layers, _shared(config.num_layers)[what]
         kv_tokens = max(_kv_tokens(shape, config) for shape in shapes.values())
-        with open_engine(setting, config, kv_tokens) as engine:
+        with open_engine(setting, config, kv_tokens, prefix_cache=False) as engine:
             names = [f"m{i}" for i in range(max(shape.agents for shape in shapes.values()))]
             for i, name in enumerate(names):
                 is_first = i == 0 or what == "same"
@@ -398,8 +465,8 @@ def _run_models(report: Report, setting: Setting, path: Path, what: str, shapes:
             for form, shape in shapes.items():
                 setting.progress(f"siblings: {form}, {what}")
                 agents = Agents(engine, names, Script(shape, config.vocab_size), is_shared=shared > 0)
-                agents.warm()
                 agents.run()
+                agents.measure(setting.repetitions)
                 _add_models(report, f"{form}, {what}", agents, shape, num_layers, shared)
 
 
@@ -416,9 +483,10 @@ def _add_models(report: Report, title: str, agents: Agents, shape: Shape, num_la
             "token_layers": agents.token_layers,
             "apart": apart,
             "times_less": apart / agents.token_layers,
-            "first_token_ms": _ms(median(agents.waits)),
+            "first_token_ms": _ms(min(agents.waits)),
             "spread": spread(agents.waits),
-            "first_token_ms_apart": _ms(median(agents.waits_apart)),
+            "first_token_ms_apart": _ms(min(agents.waits_apart)),
+            "spread_apart": spread(agents.waits_apart),
         }
     )
 
@@ -430,38 +498,23 @@ def _kv_tokens(shape: Shape, config: ModelConfig) -> int:
 
 
 class Agents:
-    """One on each model; all but the first go on from what the first has read."""
+    """One on each model of an engine without a prefix cache; all but the first go on from what the first has read."""
 
     def __init__(self, engine: Engine, names: list[str], script: Script, is_shared: bool) -> None:
         self.engine, self.names, self.script, self.is_shared = engine, names, script, is_shared
-        self.waits: list[float] = []  # for the first token, of the second agent and later
+        self.waits: list[float] = []  # for the second agent's first token
         self.waits_apart: list[float] = []  # and where nothing can be taken over
         self.token_layers = 0
         self.differing: list[str] = []  # models whose keys, values or logits are not those of a direct prefill
 
-    def warm(self) -> None:
-        """Every model once, on a page: what is tried and measured at its first use is then behind it."""
-        ids = self.script.prefix[:PAGE_TOKENS]
-        with self.engine.session(self.names[0], domain="warm") as first:
-            first.append(ids)
-            for name in self.names[1:]:
-                self.follow(name, first).close()
-                with self.engine.session(name, domain="apart") as session:
-                    session.append(ids)
-        for domain in ("warm", "apart"):
-            self.engine.drop_domain(domain)
-
     def run(self) -> None:
+        """All turns, counted and compared."""
         shape, script = self.script.shape, self.script
         self.engine.events.clear()
         with ExitStack() as stack:
-            first = stack.enter_context(self.engine.session(self.names[0], domain="agents"))
+            first = stack.enter_context(self.engine.session(self.names[0]))
             first.append(script.prefix)
-            sessions = [first]
-            for name in self.names[1:]:
-                with self.timed(self.waits):
-                    session = self.follow(name, first)
-                sessions.append(stack.enter_context(session))
+            sessions = [first, *(stack.enter_context(self.follow(name, first)) for name in self.names[1:])]
             for turn in range(shape.turns):
                 for session, said, results in zip(sessions, script.said, script.results, strict=True):
                     _say(Batch([session]), [said[turn]])
@@ -470,29 +523,36 @@ class Agents:
             self.token_layers = token_layers(self.engine.events.of("prefill"))
             for name, session in zip(self.names, sessions, strict=True):
                 self._compare(name, session)
-        self.engine.drop_domain("agents")
+
+    def measure(self, repetitions: int) -> None:
+        """The second agent's first token, in turns with the same computed from nothing; after `run` all is warm."""
+        name = self.names[1]
+        with self.engine.session(self.names[0]) as first:
+            first.append(self.script.prefix)
+            for _ in range(repetitions):
+                with self.engine.session(name) as direct, self.timed(self.waits_apart):
+                    direct.append(self.script.prefix)
+                with self.timed(self.waits):
+                    session = self.follow(name, first)
+                session.close()
 
     def follow(self, name: str, first: Session) -> Session:
         """A session with the tokens of the first, and its logits."""
         if self.is_shared:
             session = self.engine.session(name, prefix=first)
         else:
-            session = self.engine.session(name, domain=first.domain)
+            session = self.engine.session(name)
             session.append(first.tokens)
         assert session.logits is not None  # computed where they were not kept
         return session
 
     def _compare(self, name: str, session: Session) -> None:
         """With one that computes the same tokens from nothing."""
-        start = len(self.script.prefix)
-        with self.engine.session(name, domain="apart") as direct:
-            with self.timed(self.waits_apart):
-                direct.append(session.tokens[:start])
-            logits = direct.append(session.tokens[start:])
+        with self.engine.session(name) as direct:
+            logits = direct.append(session.tokens)
             is_same = session.logits is not None and torch.equal(session.logits, logits)
             if not (is_same and torch.equal(session.pages.dump(), direct.pages.dump())):
                 self.differing.append(name)
-        self.engine.drop_domain("apart")
 
     @contextmanager
     def timed(self, times: list[float]) -> Iterator[None]:

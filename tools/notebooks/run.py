@@ -3,12 +3,14 @@
     pip install '.[notebooks]' && polymodel pull smollm2
     python tools/notebooks/run.py [NAME ...] [--write]
 
-Reports the seconds of each; exit status 1 if a cell fails or a notebook shows nothing. With --write the outputs are
-stored in the notebooks, without times and versions, so that a later run differs where the outputs do.
+Reports the seconds of each; exit status 1 if a cell fails, a notebook shows nothing, or a truth value in its outputs is
+not the stored one. With --write the outputs are stored in the notebooks, without times and versions, so that a later
+run differs where the outputs do.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -63,6 +65,7 @@ def execute(path: Path) -> tuple[NotebookNode, float]:
             config=Config({"ThisPython": {"transport": "ipc", "ip": f"{sockets}/kernel"}}),
             timeout=TIMEOUT,
             record_timing=False,
+            coalesce_streams=True,
             resources={"metadata": {"path": str(FOLDER)}},
         )
         start = time.perf_counter()
@@ -89,6 +92,22 @@ def problems(notebook: NotebookNode) -> list[str]:
     return found
 
 
+def truths(notebook: NotebookNode) -> list[list[str]]:
+    """The truth values that the text of each code cell's outputs shows."""
+    found = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            texts = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
+            found.append(re.findall(r"\b(?:True|False|yes|no)\b", "\n".join(texts)))
+    return found
+
+
+def broken(stored: NotebookNode, executed: NotebookNode) -> list[str]:
+    """Code cells whose truth values are others than the stored ones."""
+    pairs = enumerate(zip(truths(stored), truths(executed), strict=True), 1)
+    return [f"code cell {i} shows {' '.join(now)}, stored {' '.join(old)}" for i, (old, now) in pairs if old != now]
+
+
 def chosen(names: list[str]) -> list[Path]:
     """Notebooks by stem, or by its number; all if none is named."""
     known = {path.stem: path for path in notebooks()}
@@ -111,7 +130,7 @@ def main(
         print(f"{path.name} ...", end=" ", flush=True, file=sys.stderr)
         try:
             notebook, seconds = execute(path)
-            wrong = problems(notebook)
+            wrong = problems(notebook) + ([] if write else broken(read(path), notebook))
         except CellExecutionError as error:
             wrong, seconds = [f"a cell ended with {error.ename}: {error.evalue}"], float("nan")
         except (CellTimeoutError, DeadKernelError) as error:
