@@ -16,6 +16,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from polymodel.events import Event
@@ -161,6 +162,8 @@ def lines(
     for i, (name, level) in enumerate((levels or {}).items()):
         axes.axhline(level, color="black", linewidth=1.2, linestyle=DASHES[i], label=name)
     axes.set_ylim(bottom=0)
+    if all(isinstance(x, int) for points in series.values() for x in points):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(xlabel, fontsize=8)
     axes.set_ylabel(ylabel, fontsize=8)
     _legend(axes)
