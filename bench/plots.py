@@ -1,6 +1,6 @@
 """Pictures of recorded results, for the README.
 
-    pip install '.[notebooks]' && python bench/plots.py [bench/results/cpu-epyc-avx2]
+    pip install '.[bench,notebooks]' && python bench/plots.py [bench/results/cpu-epyc-avx2]
 
 Reads workloads.json, compare_cpu.json and speculation.json of the folder and writes batch.png, agents.png and
 drafting.png beside them. Nothing is measured here.
@@ -41,20 +41,23 @@ def agents(report: dict[str, Any]) -> Picture:
             parts = {"prefill and decode": row["total_ms"]}
         name = row["arm"] if row["live"] else f"{row['arm']} (modelled)"
         shown.append((name, {part: ms / 1e3 for part, ms in parts.items()}))
-    return stacked("Four agents, eight turns, on a 512-token prompt", shown, "seconds")
+    shape = report["shape"]
+    title = f"{shape['agents']} agents, {shape['turns']} turns, on a prompt of {shape['prefix']} tokens"
+    return stacked(title, shown, "seconds")
 
 
 def drafting(record: dict[str, Any]) -> Picture:
     """Target forwards saved, and time, beside plain decoding."""
     rows = [row for row in record["rows"] if row["arm"] == "auto" and row["kind"] != "all kinds"]
-    series = {name: {row["kind"]: row[name] for row in rows} for name in ("forwards saved", "x plain, wall")}
+    columns = {"forwards saved": "forwards_saved", "times as fast": "speedup"}
+    series = {name: {row["kind"]: row[column] for row in rows} for name, column in columns.items()}
     return bars('draft="auto" beside plain decoding', series, "", "times")
 
 
-def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+def draw(folder: Path) -> None:
+    """Write the pictures of a folder's records."""
     found = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("compare_cpu", "speculation")}
-    reports = json.loads((folder / "workloads.json").read_text())["workloads"]
+    reports = json.loads((folder / "workloads.json").read_text())["reports"]
     session = next(report for report in reports if report["workload"] == "session")
     pictures = {
         "batch": batch_curve(found["compare_cpu"]),
@@ -66,4 +69,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)

@@ -316,7 +316,7 @@ def is_number(value: object, kind: type | UnionType = int | float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The choices that decide bits (design: numeric contract). Changing any of them changes the digest."""
+    """The choices that decide bits. Changing any of them changes the digest."""
 
     page_tokens: int = PAGE_TOKENS
     chunk_pages: int = 8

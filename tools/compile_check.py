@@ -1,4 +1,4 @@
-"""Every kernel compiled for sm_80 and sm_90 without a GPU, and what the design promises of it checked in the binary.
+"""Every kernel compiled for sm_80 and sm_90 without a GPU, and what is promised of it checked in the binary.
 
     python tools/compile_check.py [--arch 90] [--only attention] [--json FILE] [--update]
 
@@ -922,7 +922,7 @@ def main(
     update: Annotated[bool, typer.Option("--update", help="record what was measured as the new limits")] = False,
     jobs: Annotated[int, typer.Option(help="processes")] = 2,
 ) -> None:
-    """Compile the kernels and check what the design promises of them."""
+    """Compile the kernels and check what is promised of them."""
     console = Console(width=None if sys.stdout.isatty() else 160, soft_wrap=True)
     known = cases()
     chosen = [case for case in known if only in case.name and arch in (None, case.arch)]

@@ -4,8 +4,9 @@
     python tools/notebooks/run.py [NAME ...] [--write]
 
 Reports the seconds of each; exit status 1 if a cell fails, a notebook shows nothing, or a truth value in its outputs is
-not the stored one. With --write the outputs are stored in the notebooks, without times and versions, so that a later
-run differs where the outputs do.
+not the stored one. With --write the outputs are stored in the notebooks, without the metadata of cells and kernel, so
+that a later run differs where the outputs do. Where other work runs beside it, say OMP_WAIT_POLICY=PASSIVE, or threads
+that wait by spinning take several times as long.
 """
 
 from __future__ import annotations
