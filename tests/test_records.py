@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 import harness
+import plots
 import records
 
 pytest_plugins = ["pytester"]
@@ -298,3 +300,12 @@ def test_torch_and_ours_take_turns() -> None:
     row = harness.cpu_beside_torch(Pedantic(), [lambda: order.append("a")] * 2, [lambda: order.append("b")], rounds=3)
     assert order == ["b", "a", "a"] * 4  # one round to warm up
     assert row["calls"] == 2 and row["x torch"] == row["torch us"] / row["us"]
+
+
+def test_the_readmes_pictures_are_drawn_from_the_records(tmp_path: Path) -> None:
+    for name in ("compare_cpu", "speculation", "workloads"):
+        shutil.copy(plots.FOLDER / f"{name}.json", tmp_path)
+    plots.draw(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["agents.png", "batch.png", "drafting.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.glob("*.png"))
+    assert all((plots.FOLDER / path.name).is_file() for path in tmp_path.glob("*.png"))
