@@ -138,12 +138,12 @@ def _problem(args: argparse.Namespace) -> str | None:
             )
     if absent := [side for side in args.batch_sides if side not in args.sides]:
         return f"--batch-sides: {absent[0]!r} is not among the sides"
+    if args.json is not None and args.json.is_dir():
+        return f"--json {args.json} is a folder, expected a file"
     needed = {"gguf": form_is_made(args.sides), "xllamacpp": any(side in LLAMA_CPP for side in args.sides)}
     needed["transformers"] = TRANSFORMERS in args.sides
     if missing := [name for name, is_needed in needed.items() if is_needed and find_spec(name) is None]:
         return f"no package {missing[0]!r} here: pip install '.[compare,test]'"
-    if args.json is not None and args.json.is_dir():
-        return f"--json {args.json} is a folder, expected a file"
     return None
 
 

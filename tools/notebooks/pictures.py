@@ -137,7 +137,8 @@ def bars(title: str, series: Mapping[str, Mapping[str, float]], xlabel: str, yla
         places = [at + (i - (len(series) - 1) / 2) * width for at in range(len(categories))]
         style = {"color": COLOURS[i % len(COLOURS)], "hatch": HATCHES[i % len(HATCHES)], "edgecolor": "white"}
         axes.bar(places, [values.get(category, 0) for category in categories], width, label=name, **style)
-    axes.set_xticks(range(len(categories)), categories)
+    leaning = {"rotation": 25, "ha": "right"} if sum(map(len, categories)) > 60 else {}  # characters side by side
+    axes.set_xticks(range(len(categories)), categories, **leaning)
     axes.set_xlabel(xlabel, fontsize=8)
     axes.set_ylabel(ylabel, fontsize=8)
     _legend(axes)
