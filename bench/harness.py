@@ -38,6 +38,7 @@ from csrc_triton.pages import KVLayout
 from csrc_triton.quant import GGUF, QTensor, dense, from_gguf, num_segments, quantize
 from polymodel.checkpoint import resolve
 from polymodel.errors import FetchFailed
+from polymodel.workloads import commit, cpu_name
 
 ROOT = Path(__file__).resolve().parents[1]
 MIN_COPIES, MAX_COPIES = 16, 512
@@ -370,7 +371,7 @@ def environment(device: str = "cuda") -> dict[str, Any]:
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "commit": _first_line("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+        "commit": commit(),
         "gpu": None,
     }
     if device != "cpu" and has_gpu():
@@ -495,10 +496,3 @@ def demo_model() -> Path:
         return resolve("smollm2")
     except FetchFailed as error:
         pytest.skip(str(error))
-
-
-def cpu_name() -> str:
-    """Of this machine, with its cores."""
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else platform.processor()

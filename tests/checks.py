@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import combinations
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -145,30 +143,6 @@ def one_tile(rows: int, cols: int) -> Iterator[None]:
     """Every launch of a matmul is cut so, whatever the tables say."""
     with mock.patch.object(launch, "tile_for", lambda *_: launch.Tile(rows, cols, warps=4, stages=2)):
         yield
-
-
-def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Few choices of a value for each axis, in which every two values of two axes meet at least once."""
-    ends = [(axis, i) for axis, values in axes.items() for i in range(len(values))]
-    missing = {frozenset(pair) for pair in combinations(ends, 2) if pair[0][0] != pair[1][0]}
-    cases = []
-    for seed in [pair for pair in combinations(ends, 2) if frozenset(pair) in missing]:
-        if frozenset(seed) not in missing:
-            continue
-        chosen = dict(seed)
-        for axis, values in axes.items():
-            if axis not in chosen:
-                gains = [_met(missing, chosen, (axis, i)) for i in range(len(values))]
-                best = [i for i, gain in enumerate(gains) if gain == max(gains)]
-                chosen[axis] = best[len(cases) % len(best)]  # among equals each in its turn
-        missing -= {frozenset(pair) for pair in combinations(chosen.items(), 2)}
-        cases.append({axis: values[chosen[axis]] for axis, values in axes.items()})
-    return cases
-
-
-def _met(missing: set[frozenset[tuple[str, int]]], chosen: dict[str, int], end: tuple[str, int]) -> int:
-    """How many missing pairs a choice for one more axis completes."""
-    return sum(frozenset((end, other)) in missing for other in chosen.items())
 
 
 def kernel_weight(kind: str, n: int, k: int, dtype: torch.dtype, seed: int = 0, segments: int = 0) -> QTensor:

@@ -20,7 +20,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from checks import assert_close, assert_same_bits, pairwise
+from checks import assert_close, assert_same_bits
 from test_attention import CODED, EVICTED, PIECES, TRIMMED, Entry, canonical, plain_attention, rope, table_of
 from test_attention import make as appended
 from torch import Tensor
@@ -51,6 +51,7 @@ from csrc_triton.tree import (
     tree_attention_ref,
     tree_attention_workspace_nbytes,
 )
+from polymodel.workloads.exact import pairwise
 
 Listed = tuple[int, int, int, int]  # page id, position of slot 0, valid slots lo, hi
 Part = tuple[int, int, int]  # sequence, first row, row behind the last

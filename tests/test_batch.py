@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_same_bits, pairwise
+from checks import assert_same_bits
 from smollm import demo_engine, hosted
 from tiny import write_tiny, write_tokenizer
 from torch import Tensor
@@ -31,6 +31,7 @@ from polymodel.errors import (
     UnknownModel,
 )
 from polymodel.model import Panel
+from polymodel.workloads.exact import pairwise
 
 ARCHS = ("llama", "qwen2", "qwen3", "gemma3")
 WEIGHTS: tuple[Weights, ...] = ("f32", "q8", "q4", "w8a8")

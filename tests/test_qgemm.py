@@ -19,7 +19,6 @@ from checks import (
     kernel_weight,
     kind_of_weight,
     one_tile,
-    pairwise,
     scattered,
     strided,
 )
@@ -37,6 +36,7 @@ from csrc_triton.launch import kernels_on_cpu  # noqa: E402
 from csrc_triton.qgemm import prefill_gemm, prefill_workspace_nbytes  # noqa: E402
 from csrc_triton.qmatmul import MAX_ROWS, dequant_matmul, matmul, matmul_workspace_nbytes  # noqa: E402
 from csrc_triton.quant import QTensor, dense, quantize  # noqa: E402
+from polymodel.workloads.exact import pairwise  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

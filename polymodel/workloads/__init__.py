@@ -60,20 +60,17 @@ def _report(workload: Workload, setting: Setting) -> Report | Failed:
 
 def environment(device: torch.device) -> dict[str, str | int | None]:
     """What produced a report."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     found: dict[str, str | int | None] = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "command": shlex.join(["polymodel", *sys.argv[1:]]),
-        "machine": f"{names[0]}, {len(names)} cores" if names else platform.processor(),
+        "machine": cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "device": str(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "polymodel": version("polymodel"),
-        "commit": _commit(),
+        "commit": commit(),
     }
     if device.type == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
@@ -81,7 +78,15 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
     return found
 
 
-def _commit() -> str | None:
+def cpu_name() -> str:
+    """Of this machine, with its cores."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
+
+
+def commit() -> str | None:
     """Of the checkout that runs; None where it is an installed copy."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, zip_longest
@@ -50,30 +50,35 @@ class Case:
     temperature: float
 
 
-def covering(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Few choices of a value for each axis, in which every two values of two axes meet at least once."""
-    ends = [(axis, value) for axis, values in axes.items() for value in values]
-    pairs = [frozenset(pair) for pair in combinations(ends, 2) if pair[0][0] != pair[1][0]]
-    missing, turn = set(pairs), 0
-    for pair in pairs:
-        if pair not in missing:
+    ends = [(axis, i) for axis, values in axes.items() for i in range(len(values))]
+    missing = {frozenset(pair) for pair in combinations(ends, 2) if pair[0][0] != pair[1][0]}
+    found: list[dict[str, Any]] = []
+    for seed in [pair for pair in combinations(ends, 2) if frozenset(pair) in missing]:
+        if frozenset(seed) not in missing:
             continue
-        chosen: dict[str, Any] = dict(pair)
-        for axis in axes:
+        chosen = dict(seed)
+        for axis, values in axes.items():
             if axis not in chosen:
-                met = [sum(frozenset({(axis, x), end}) in missing for end in chosen.items()) for x in axes[axis]]
-                best = [x for x, count in zip(axes[axis], met, strict=True) if count == max(met)]
-                chosen[axis] = best[turn % len(best)]  # among equals each in its turn
-        missing -= {frozenset(both) for both in combinations(chosen.items(), 2)}
-        turn += 1
-        yield {axis: chosen[axis] for axis in axes}
+                gains = [_met(missing, chosen, (axis, i)) for i in range(len(values))]
+                best = [i for i, gain in enumerate(gains) if gain == max(gains)]
+                chosen[axis] = best[len(found) % len(best)]  # among equals each in its turn
+        missing -= {frozenset(pair) for pair in combinations(chosen.items(), 2)}
+        found.append({axis: values[chosen[axis]] for axis, values in axes.items()})
+    return found
+
+
+def _met(missing: set[frozenset[tuple[str, int]]], chosen: dict[str, int], end: tuple[str, int]) -> int:
+    """How many missing pairs a choice for one more axis completes."""
+    return sum(frozenset((end, other)) in missing for other in chosen.items())
 
 
 def cases(size: str) -> list[Case]:
     """small: every two values of two axes meet, and once 64 rows; full: that, and a seeded sample of the product."""
     if size == "small":
-        return [Case("chain 3", 64, "hit", 7, 1.0), *(Case(**choice) for choice in covering(SMALL))]
-    found = [Case(**choice) for choice in covering(FULL)]
+        return [Case("chain 3", 64, "hit", 7, 1.0), *(Case(**choice) for choice in pairwise(SMALL))]
+    found = [Case(**choice) for choice in pairwise(FULL)]
     random = Random(0)
     while sum(case.rows for case in found) * NEW_TOKENS < MIN_TOKENS:
         found.append(Case(**{axis: random.choice(values) for axis, values in FULL.items()}))
